@@ -1,0 +1,1 @@
+"""Keeps the forward steps of a group of replicas in lockstep."""

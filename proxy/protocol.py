@@ -1,0 +1,127 @@
+"""Messages on the control connection between a replica and a proxy: msgpack frames on one WebSocket.
+
+    replica -> proxy   Hello         first frame, once the replica is warm; again after every reconnect
+    proxy -> replica   Welcome       the replica is routable from here on
+    replica -> proxy   LoadReport    on change and at least every `report_interval_s` of the Welcome
+    replica -> proxy   Leaving       no new requests please; what is running goes on
+    proxy -> replica   Refused       the Hello cannot be accepted; the proxy closes after it
+
+A frame is a msgpack map with the key `type` beside the message's own fields. The end of the connection means
+that the replica is gone; silence for longer than the proxy's `heartbeat_timeout_s` means that it is suspect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, get_type_hints
+
+import msgpack
+
+PROTOCOL_VERSION: Final = 1
+CONTROL_PATH: Final = "/nodes/control"
+MAX_FRAME_BYTES: Final = 64 * 1024
+REQUEST_ID_HEADER: Final = "X-Request-Id"
+
+
+class ProtocolError(Exception):
+    """The peer sent a frame that is not a message of this protocol. The connection is closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A replica introduces itself. `url` is the address at which the proxy and others reach it."""
+
+    version: int = PROTOCOL_VERSION
+    replica_id: str
+    incarnation: str  # random per life of the engine process
+    url: str
+    model: str  # the served model name
+    model_hash: str  # equal for replicas that answer alike: config, tokenizer, template, dtype, weights' headers
+    group: str  # replicas of a group step together; a replica of its own group is a group of one
+    dp_rank: int
+    max_model_len: int  # tokens, prompt and output together
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The proxy accepted the Hello."""
+
+    version: int = PROTOCOL_VERSION
+    proxy_id: str  # random per life of the proxy
+    report_interval_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The proxy did not accept the Hello; `reason` is for the replica's log."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a replica is doing now; `sequence` grows by one with every report of this connection."""
+
+    sequence: int
+    running: int  # sequences in the batch
+    waiting: int  # sequences not started
+    queued_prefill_tokens: int
+    free_blocks: int
+    total_blocks: int
+    step: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """The replica drains: it takes no new requests and closes when the running ones have ended."""
+
+    reason: str
+
+
+Message = Hello | Welcome | Refused | LoadReport | Leaving
+
+_TYPES: Final[dict[str, type[Message]]] = {
+    "hello": Hello,
+    "welcome": Welcome,
+    "refused": Refused,
+    "load": LoadReport,
+    "leaving": Leaving,
+}
+_NAMES: Final = {cls: name for name, cls in _TYPES.items()}
+_FIELD_TYPES: Final = {cls: get_type_hints(cls) for cls in _TYPES.values()}
+
+
+def encode(message: Message) -> bytes:
+    """One frame's bytes."""
+    packed: bytes = msgpack.packb({"type": _NAMES[type(message)], **asdict(message)})
+    return packed
+
+
+def decode(frame: bytes) -> Message:
+    """The message in a frame. Unknown fields are ignored, so a newer peer may add some.
+
+    Raises ProtocolError when the frame is no message: wrong msgpack, an unknown type, a missing or mistyped field.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame has {len(frame)} bytes, limit is {MAX_FRAME_BYTES}")
+    try:
+        raw = msgpack.unpackb(frame)
+    except Exception as err:  # msgpack raises many unrelated types for malformed input
+        raise ProtocolError(f"frame is not msgpack: {err}") from err
+    kind = raw.get("type") if isinstance(raw, dict) else None
+    if not isinstance(kind, str) or kind not in _TYPES:
+        raise ProtocolError(f"unknown message type {kind!r}")
+    cls = _TYPES[kind]
+    values: dict[str, Any] = {}
+    for field in fields(cls):
+        if field.name not in raw:
+            raise ProtocolError(f"{kind} lacks the field {field.name}")
+        value, wanted = raw[field.name], _FIELD_TYPES[cls][field.name]
+        if wanted is float and type(value) is int:
+            value = float(value)
+        if type(value) is not wanted:
+            raise ProtocolError(f"{kind}.{field.name} is {type(value).__name__}, not {wanted.__name__}")
+        values[field.name] = value
+    return cls(**values)

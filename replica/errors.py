@@ -1,0 +1,97 @@
+"""Errors of the replica, and what a client or operator sees.
+
+ReplicaError
+├── ConfigError            exit code 2 and one line; nothing was started
+│   └── CheckpointError    the same, for a missing, damaged or unsupported checkpoint
+├── WorkerFailed           a rank's process died, froze or raised: its requests end with 500, the process exits 1
+└── RequestError           OpenAI's error body; nothing else notices
+    ├── BadRequest         400, do not retry
+    │   └── ContextTooLong 400, code context_length_exceeded
+    ├── Unauthorized       401
+    ├── UnknownModel       404
+    ├── BodyTooLarge       413
+    └── Unavailable        503 with Retry-After: full, loading, draining; retry, elsewhere if possible
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class ReplicaError(Exception):
+    """Root of everything that this package raises on purpose."""
+
+
+class ConfigError(ReplicaError):
+    """A setting that cannot be served, with the value, the limit and the remedy."""
+
+
+class CheckpointError(ConfigError):
+    """The checkpoint is missing, damaged, or of a kind that is not supported."""
+
+
+class WorkerFailed(ReplicaError):
+    """A rank's process died, froze or raised."""
+
+
+class RequestError(ReplicaError):
+    """One request's own failure. `param` names the field at fault."""
+
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's shape."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+class BadRequest(RequestError):
+    """The request is wrong in itself."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ContextTooLong(BadRequest):
+    """The prompt leaves no room for an answer."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    kind = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class UnknownModel(RequestError):
+    """The request names a model that is not served here."""
+
+    status = 404
+    kind = "invalid_request_error"
+    code = "model_not_found"
+
+
+class BodyTooLarge(RequestError):
+    """The body is over --max-body-mb."""
+
+    status = 413
+    kind = "invalid_request_error"
+
+
+class Unavailable(RequestError):
+    """The replica cannot take the request now."""
+
+    status = 503
+    kind = "service_unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
