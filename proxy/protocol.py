@@ -8,6 +8,9 @@
 
 A frame is a msgpack map with the key `type` beside the message's own fields. The end of the connection means
 that the replica is gone; silence for longer than the proxy's `heartbeat_timeout_s` means that it is suspect.
+
+The upgrade request carries the proxy's token, if it has one, as `Authorization: Bearer TOKEN`; without it the
+answer is 401. Frames are binary.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from replica.errors import ConfigError
 
@@ -13,49 +14,55 @@ DTYPES: Final = ("auto", "bfloat16", "float16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
 
 
+def option(default: Any, help_text: str, *, is_secret: bool = False) -> Any:
+    """A field that is also an option of the command line; `help_text` states its unit and effect."""
+    return field(default=default, repr=not is_secret, metadata={"help": help_text})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    """All settings of one replica. The defaults of the command line come from here."""
+    """All settings of one replica. The command line takes its options, defaults and help from here."""
 
-    model: Path  # folder of a Hugging Face checkpoint
-    served_model_name: str = ""  # "" means the folder's name
-    host: str = "127.0.0.1"
-    port: int = 8001  # 0 picks a free port; the chosen one is logged
-    advertise_url: str = ""  # "" means http://host:port, with this machine's address where host is a wildcard
-    proxy_urls: tuple[str, ...] = ()
-    proxy_token: str = field(default="", repr=False)
-    api_key: str = field(default="", repr=False)  # "" means that clients need none
-    group: str = ""  # "" means a group of its own, named by the replica's id
+    model: Path = field(metadata={"help": "folder of a Hugging Face checkpoint"})
+    served_model_name: str = option("", "name that clients ask for; the folder's name by default")
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 listens at all of this machine's")
+    port: int = option(8001, "TCP port to listen at; 0 picks a free one, which is logged")
+    advertise_url: str = option("", "URL at which proxies reach this replica; by default http://HOST:PORT")
+    proxy_urls: tuple[str, ...] = option((), "URL of a proxy to serve behind; may be given several times")
+    proxy_token: str = option("", "secret that the proxies ask replicas for", is_secret=True)
+    api_key: str = option("", "secret that clients must send; by default none is needed", is_secret=True)
+    group: str = option("", "name of the group that steps together; by default a group of its own")
 
-    dtype: str = "auto"  # auto takes the checkpoint's
-    device: str = "auto"  # auto takes cuda where there is one
-    max_model_len: int = 0  # tokens, prompt and output; 0 takes the checkpoint's
-    max_num_seqs: int = 256  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step
-    kv_cache_gb: float = 0.0  # GiB for the KV cache; 0 sizes it from max_num_seqs, max_model_len and free memory
-    block_size: int = 16  # tokens per KV block
-    num_threads: int = 0  # CPU threads of each rank; 0 shares the cores between this node's ranks
+    dtype: str = option("auto", f"what the weights are computed in: {', '.join(DTYPES)} (the checkpoint's)")
+    device: str = option("auto", f"where the model runs: {', '.join(DEVICES)}; auto takes cuda where there is one")
+    max_model_len: int = option(0, "tokens of a prompt and its answer together; 0 takes the checkpoint's limit")
+    max_num_seqs: int = option(256, "sequences in one step; more wait")
+    max_num_batched_tokens: int = option(2048, "tokens in one step; long prompts are computed in such chunks")
+    kv_cache_gb: float = option(0.0, "GiB for the KV cache; 0 sizes it from the limits above and free memory")
+    block_size: int = option(16, "tokens per block of the KV cache")
+    num_threads: int = option(0, "CPU threads of each rank; 0 shares this machine's cores between its ranks")
 
-    max_waiting: int = 1024  # sequences that wait to be scheduled; more are refused with 503
-    max_body_mb: float = 32.0  # MiB of one request's body
-    progress_deadline_s: float = 10.0  # work waits and no step ends for so long: /health says 503
-    startup_timeout_s: float = 600.0  # a worker must have loaded its weights by then
-    drain_timeout_s: float = 30.0  # after SIGTERM, running requests may go on for so long
-    report_interval_s: float = 1.0  # a load report at least so often
+    max_waiting: int = option(1024, "sequences that may wait to be scheduled; more are refused with 503")
+    max_body_mb: float = option(32.0, "MiB of one request's body; more is refused with 413")
+    client_timeout_s: float = option(60.0, "seconds without a byte of a body, or read by a client, that end a request")
+    progress_deadline_s: float = option(10.0, "seconds without a step, while work waits, after which /health is 503")
+    startup_timeout_s: float = option(600.0, "seconds in which the weights must be loaded")
+    drain_timeout_s: float = option(30.0, "seconds that running requests may go on after SIGTERM")
+    report_interval_s: float = option(1.0, "seconds between load reports to a proxy, at most")
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that cannot be served."""
         at_least_one = ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting")
         for name in at_least_one:
             if getattr(self, name) < 1:
-                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}, must be at least 1")
-        positive = ("max_body_mb", "progress_deadline_s", "startup_timeout_s", "report_interval_s")
+                raise ConfigError(f"{flag(name)} is {getattr(self, name)}, must be at least 1")
+        positive = ("max_body_mb", "client_timeout_s", "progress_deadline_s", "startup_timeout_s", "report_interval_s")
         for name in positive:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}, must be above 0")
+                raise ConfigError(f"{flag(name)} is {getattr(self, name)}, must be above 0")
         for name in ("max_model_len", "num_threads", "kv_cache_gb", "drain_timeout_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}, must not be negative")
+                raise ConfigError(f"{flag(name)} is {getattr(self, name)}, must not be negative")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}, must be 0 to 65535")
         if self.dtype not in DTYPES:
@@ -71,6 +78,17 @@ class ReplicaConfig:
         """The name clients ask for."""
         return self.served_model_name or self.model.resolve().name
 
+    def to_json(self) -> str:
+        """All settings, secrets included, for the pipe to an engine."""
+        return json.dumps(asdict(self) | {"model": str(self.model)})
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    @classmethod
+    def from_json(cls, text: str) -> ReplicaConfig:
+        """The inverse of `to_json`."""
+        values = json.loads(text)
+        return cls(**values | {"model": Path(values["model"]), "proxy_urls": tuple(values["proxy_urls"])})
+
+
+def flag(name: str) -> str:
+    """A field's option on the command line. A field that holds several values is repeated in the singular."""
+    return "--" + ("proxy-url" if name == "proxy_urls" else name.replace("_", "-"))

@@ -9,7 +9,9 @@ ReplicaError
     │   └── ContextTooLong 400, code context_length_exceeded
     ├── Unauthorized       401
     ├── UnknownModel       404
+    ├── ClientTooSlow      408, the body did not come
     ├── BodyTooLarge       413
+    ├── GenerationFailed   500, a step failed under the request: its worker is gone
     └── Unavailable        503 with Retry-After: full, loading, draining; retry, elsewhere if possible
 """
 
@@ -79,11 +81,22 @@ class UnknownModel(RequestError):
     code = "model_not_found"
 
 
+class ClientTooSlow(RequestError):
+    """The client stopped sending its body for --client-timeout-s."""
+
+    status = 408
+    kind = "invalid_request_error"
+
+
 class BodyTooLarge(RequestError):
     """The body is over --max-body-mb."""
 
     status = 413
     kind = "invalid_request_error"
+
+
+class GenerationFailed(RequestError):
+    """The step that computed the request failed."""
 
 
 class Unavailable(RequestError):

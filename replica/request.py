@@ -46,29 +46,44 @@ class TokenOutput:
 class OutputStream:
     """The tokens of one sequence, from the step loop to the one handler that reads them.
 
-    At most `max_tokens` + 1 outputs are ever put, so the queue is bounded by the request itself.
+    A reader that lags gets what has gathered as one output, so that no more is kept than the tokens themselves.
+    A handler that reads several streams gives them one event.
     """
 
-    __slots__ = ("_queue",)
+    __slots__ = ("_error", "_event", "_finish_reason", "_token_ids")
 
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
+    def __init__(self, event: asyncio.Event | None = None) -> None:
+        self._event = event or asyncio.Event()  # set when there is something to take
+        self._token_ids: list[int] = []
+        self._finish_reason: FinishReason | None = None
+        self._error = ""
 
     def put(self, output: TokenOutput) -> None:
         """Called by the step loop, on the event loop's thread."""
-        self._queue.put_nowait(output)
+        self._token_ids.extend(output.token_ids)
+        self._finish_reason = output.finish_reason
+        self._error = output.error
+        self._event.set()
+
+    def take(self) -> TokenOutput | None:
+        """What has come since the last call, as one output; None when nothing has."""
+        if not self._token_ids and self._finish_reason is None:
+            return None
+        output = TokenOutput(tuple(self._token_ids), self._finish_reason, self._error)
+        self._token_ids.clear()
+        self._finish_reason = None
+        return output
 
     async def __aiter__(self) -> AsyncIterator[TokenOutput]:
         """Yields outputs until the one with a finish reason, which is the last."""
         while True:
-            output = await self._queue.get()
-            while output.finish_reason is None and not self._queue.empty():
-                # A reader that lags gets what has gathered as one output.
-                more = self._queue.get_nowait()
-                output = TokenOutput(output.token_ids + more.token_ids, more.finish_reason, more.error)
-            yield output
-            if output.finish_reason is not None:
-                return
+            await self._event.wait()
+            self._event.clear()
+            output = self.take()
+            if output is not None:
+                yield output
+                if output.finish_reason is not None:
+                    return
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -83,6 +98,8 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the cache
+    row: int = -1  # in the scheduler's row table while it runs
+    finish_reason: FinishReason | None = None  # set once, when it ends
     arrived_s: float = 0.0  # monotonic
 
     @property

@@ -1,0 +1,61 @@
+# Everything a developer or CI runs. `make setup` is the only one that reaches the network.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PORT ?= 8000
+BIN := .venv/bin
+REQUIREMENTS := requirements.txt requirements-dev.txt
+SETUP := .venv/setup.stamp
+TRAINING := deploy/models/tiny-moe/training
+
+# Its default differs between releases of Triton.
+export TRITON_DEFAULT_FP_FUSION := 1
+# Two threads that contend for one core cost more than the second one brings; tests start several processes.
+TEST := OMP_NUM_THREADS=1 $(BIN)/pytest
+
+.PHONY: setup serve test check format lint types unit protocol kernels aot faults e2e
+
+setup: $(SETUP)
+
+$(SETUP): $(REQUIREMENTS) pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet "$$(grep '^torch==' requirements.txt)"
+	$(BIN)/pip install --quiet --no-deps $(REQUIREMENTS:%=-r %)
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+serve: setup
+	@$(BIN)/python -m deploy.serve_demo --port $(PORT)
+
+test: unit protocol kernels faults e2e
+
+check: lint types unit protocol
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+	$(BIN)/mypy $(TRAINING)/*.py
+
+unit: setup
+	$(TEST) -n 2 tests/unit
+
+protocol: setup
+	$(TEST) -n 2 tests/protocol
+
+kernels: setup
+	TRITON_INTERPRET=1 $(TEST) -n 2 tests/kernels
+
+aot: setup
+	$(BIN)/python -m kernels.aot
+
+faults: setup
+	$(TEST) tests/faults
+
+e2e: setup
+	$(TEST) -s tests/e2e

@@ -1,0 +1,218 @@
+"""The master's end of the clock: a TCP server around Clock, for the process that supervises the replicas.
+
+Strangers get nothing but a random challenge: their bytes, connections and halves of frames are dropped, and logged at
+most once in STRANGER_LOG_S. A connection that has not proved itself may send one small frame, may live for
+HANDSHAKE_S, and is the first to go when there are more than MAX_STRANGERS of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Final, cast
+
+from coordinator.clock import Clock, ClockSettings, Phase
+from coordinator.errors import GroupFailed, JoinRefused, ProtocolError
+from coordinator.handshake import accept, checked_secret, is_signed, new_challenge
+from coordinator.messages import (
+    BEAT_INTERVAL_S,
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
+    Beat,
+    ClockMessage,
+    FrameBuffer,
+    Hello,
+    MemberMessage,
+    Message,
+    Refused,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS: Final = 128
+HANDSHAKE_S: Final = 2.0
+STRANGER_LOG_S: Final = 10.0
+
+
+class Master:
+    """Serves one group's clock. `start`, then `run` until the group has ended, then `close`."""
+
+    def __init__(self, settings: ClockSettings, secret: bytes) -> None:
+        self.clock = Clock(settings, started_s=time.monotonic())
+        self._secret = checked_secret(secret)
+        self._server: asyncio.Server | None = None
+        self._strangers: dict[_Connection, None] = {}  # oldest first
+        self._members: dict[int, _Connection] = {}  # by dp rank
+        self._ended = asyncio.Event()
+        self._num_dropped = 0  # strangers since the last log line
+        self._stranger_logged_s = -STRANGER_LOG_S
+
+    async def start(self, host: str, port: int) -> int:
+        """Binds and returns the port, the real one where `port` is 0. Raises OSError when it cannot be had."""
+        loop = asyncio.get_running_loop()
+        # A short backlog, so that a flood of connections is accepted in pieces between the members' frames.
+        self._server = await loop.create_server(lambda: _Connection(self), host, port, backlog=MAX_STRANGERS)
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    async def run(self) -> None:
+        """Beats and watches the deadlines; returns when the group has stopped as asked. Raises GroupFailed."""
+        while not self._ended.is_set():
+            try:
+                async with asyncio.timeout(BEAT_INTERVAL_S):
+                    await self._ended.wait()
+            except TimeoutError:
+                self._tick(time.monotonic())
+        if self.clock.phase is Phase.FAILED:
+            raise GroupFailed(self.clock.failure)
+
+    def command(self, name: str) -> None:
+        """All members act on `name` at the same step, the next one; before the group runs, that is its first."""
+        self._send(self.clock.command(name, time.monotonic()))
+
+    async def close(self) -> None:
+        """Drops every connection and frees the port."""
+        if self._server is not None:
+            self._server.close()
+        for connection in [*self._strangers, *self._members.values()]:
+            connection.transport.close()
+        self._strangers.clear()
+        self._members.clear()
+        await asyncio.sleep(0)  # the loop closes the sockets in its next turn
+
+    # What connections report
+
+    def on_connected(self, connection: _Connection) -> None:
+        """A connection has come; nothing is known of it yet."""
+        self._strangers[connection] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            self.drop_stranger(next(iter(self._strangers)), f"more than {MAX_STRANGERS} connections without a Hello")
+
+    def on_first_message(self, connection: _Connection, message: Message) -> None:
+        """A connection introduces itself."""
+        if not isinstance(message, Hello):
+            self.drop_stranger(connection, f"began with {type(message).__name__}, not Hello")
+            return
+        if not is_signed(message, self._secret, connection.challenge):
+            connection.send(encode(Refused(reason="its secret is not the group's")))
+            self.drop_stranger(connection, "a Hello with another secret")
+            return
+        try:
+            outputs = self.clock.hello(message, time.monotonic())
+        except JoinRefused as refusal:
+            # Who gets here knows the secret, so each of these is worth a line of its own.
+            logger.warning("member refused replica_id=%s reason=%s", message.replica_id, refusal)
+            connection.send(encode(Refused(reason=str(refusal))))
+            self._forget_stranger(connection)
+            return
+        connection.become_member(message.dp_rank)
+        del self._strangers[connection]
+        self._members[message.dp_rank] = connection
+        connection.send(encode(accept(message, self._secret)))
+        self._send(outputs)
+
+    def on_message(self, dp_rank: int, message: Message) -> None:
+        """A member's message has come."""
+        if not isinstance(message, MemberMessage):
+            self.on_member_lost(dp_rank, f"it sent a {type(message).__name__}")
+            return
+        self._send(self.clock.receive(dp_rank, message, time.monotonic()))
+
+    def on_member_lost(self, dp_rank: int, why: str) -> None:
+        """A member's connection has ended, or must."""
+        connection = self._members.pop(dp_rank, None)
+        if connection is not None:
+            connection.transport.close()
+            self._send(self.clock.lost(dp_rank, why))
+
+    def drop_stranger(self, connection: _Connection, why: str) -> None:
+        """Ends a connection that is no member's."""
+        if self._forget_stranger(connection):
+            self._num_dropped += 1
+            self._log_strangers(time.monotonic(), f"peer={connection.peer} reason={why}")
+
+    def _forget_stranger(self, connection: _Connection) -> bool:
+        if connection not in self._strangers:
+            return False
+        del self._strangers[connection]
+        connection.transport.close()
+        return True
+
+    def _log_strangers(self, now_s: float, last: str) -> None:
+        if now_s - self._stranger_logged_s >= STRANGER_LOG_S:
+            logger.warning("strangers dropped count=%d last: %s", self._num_dropped, last)
+            self._num_dropped = 0
+            self._stranger_logged_s = now_s
+
+    # What the clock says
+
+    def _tick(self, now_s: float) -> None:
+        self._broadcast(encode(Beat(epoch=self.clock.epoch, step=self.clock.step, collectives=())))
+        self._send(self.clock.tick(now_s))
+        for connection in [c for c in self._strangers if now_s - c.connected_s > HANDSHAKE_S]:
+            self.drop_stranger(connection, f"no Hello within {HANDSHAKE_S:g} s")
+        if self._num_dropped:
+            self._log_strangers(now_s, "earlier")
+
+    def _send(self, outputs: tuple[ClockMessage, ...]) -> None:
+        for message in outputs:
+            self._broadcast(encode(message))
+        if self.clock.phase in (Phase.STOPPED, Phase.FAILED):
+            self._ended.set()
+
+    def _broadcast(self, frame: bytes) -> None:
+        for connection in self._members.values():
+            connection.send(frame)
+
+
+class _Connection(asyncio.Protocol):
+    """One TCP connection: a stranger's, until its Hello has been admitted."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, master: Master) -> None:
+        self.challenge = new_challenge()
+        self.connected_s = time.monotonic()
+        self.peer = ""
+        self._master = master
+        self._dp_rank: int | None = None
+        self._frames = FrameBuffer(MAX_HELLO_BYTES)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # asyncio and uvloop both set TCP_NODELAY on the sockets that they accept.
+        self.transport = cast(asyncio.Transport, transport)
+        self.peer = str(transport.get_extra_info("peername"))
+        self.send(encode(self.challenge))
+        self._master.on_connected(self)
+
+    def become_member(self, dp_rank: int) -> None:
+        self._dp_rank = dp_rank
+        self._frames.limit_bytes = MAX_FRAME_BYTES
+
+    def send(self, frame: bytes) -> None:
+        # What a member does not read is bounded by the clock: beats until it counts as silent, and MAX_LEAD releases.
+        if not self.transport.is_closing():
+            self.transport.write(frame)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._frames.feed(data):
+                if self.transport.is_closing():
+                    return
+                if self._dp_rank is None:
+                    self._master.on_first_message(self, message)
+                else:
+                    self._master.on_message(self._dp_rank, message)
+        except ProtocolError as err:
+            self._end(str(err))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(f"its connection ended ({exc or 'EOF'})")
+
+    def _end(self, why: str) -> None:
+        if self._dp_rank is None:
+            self._master.drop_stranger(self, why)
+        else:
+            self._master.on_member_lost(self._dp_rank, why)

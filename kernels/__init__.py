@@ -1,0 +1,47 @@
+"""Functions on tensors that a model is made of: Triton kernels, or the plain torch of each on the CPU.
+
+T tokens, H hidden, E experts, K experts per token, F expert width on this rank, D head size, V vocabulary,
+S sequences, B blocks of a sequence. A layer's KV cache is two tensors, k_cache and v_cache
+[num_blocks, block_size, num_kv_heads, D].
+"""
+
+from __future__ import annotations
+
+from kernels import attention_decode as _attention_decode
+from kernels import attention_prefill as _attention_prefill
+from kernels import fp8 as _fp8
+from kernels import moe_experts as _moe_experts
+from kernels import moe_routing as _moe_routing
+from kernels import rms_norm as _rms_norm
+from kernels import rope_cache as _rope_cache
+from kernels import sampling as _sampling
+from kernels import swiglu as _swiglu
+from kernels.device import dispatched
+from kernels.moe_experts import ExpertWeights
+
+add_rms_norm = dispatched(_rms_norm.add_rms_norm, _rms_norm.add_rms_norm_reference)
+attention_decode = dispatched(_attention_decode.attention_decode, _attention_decode.attention_decode_reference)
+attention_prefill = dispatched(_attention_prefill.attention_prefill, _attention_prefill.attention_prefill_reference)
+linear_fp8 = dispatched(_fp8.linear_fp8, _fp8.linear_fp8_reference)
+moe_experts = dispatched(_moe_experts.moe_experts, _moe_experts.moe_experts_reference)
+penalize = dispatched(_sampling.penalize, _sampling.penalize_reference)
+qk_norm_rope_cache = dispatched(_rope_cache.qk_norm_rope_cache, _rope_cache.qk_norm_rope_cache_reference)
+rms_norm = dispatched(_rms_norm.rms_norm, _rms_norm.rms_norm_reference)
+route = dispatched(_moe_routing.route, _moe_routing.route_reference)
+sample = dispatched(_sampling.sample, _sampling.sample_reference)
+swiglu = dispatched(_swiglu.swiglu, _swiglu.swiglu_reference)
+
+__all__ = [
+    "ExpertWeights",
+    "add_rms_norm",
+    "attention_decode",
+    "attention_prefill",
+    "linear_fp8",
+    "moe_experts",
+    "penalize",
+    "qk_norm_rope_cache",
+    "rms_norm",
+    "route",
+    "sample",
+    "swiglu",
+]

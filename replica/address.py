@@ -1,0 +1,60 @@
+"""Where a replica listens, and the address at which others reach it."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+from urllib.parse import urlsplit
+
+from replica.config import ReplicaConfig
+from replica.errors import ConfigError
+
+BACKLOG: Final = 1024  # connections that the kernel accepts before the server does
+_WILDCARDS: Final = ("", "0.0.0.0", "::")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. It is bound before anything is published, so that nobody hears of a port that is not ours."""
+    sock: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as err:
+        if sock is not None:
+            sock.close()
+        raise ConfigError(f"cannot listen at {host}:{port}: {err.strerror} (--host, --port)") from err
+    return sock
+
+
+def http_url(host: str, port: int) -> str:
+    """The URL of an address; IPv6 gets its brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def advertised_url(config: ReplicaConfig, port: int) -> str:
+    """What proxies are told: --advertise-url, or where the replica listens, at `port`.
+
+    A wildcard host is no address to dial; in its place stands the one from which this machine reaches the first proxy.
+    """
+    if config.advertise_url:
+        return config.advertise_url.rstrip("/")
+    if config.host not in _WILDCARDS:
+        return http_url(config.host, port)
+    proxy = urlsplit(config.proxy_urls[0]).hostname if config.proxy_urls else None
+    return http_url(_own_address(proxy or "localhost"), port)
+
+
+def _own_address(peer: str) -> str:
+    """This machine's address on the route to `peer`. Connecting a datagram socket only asks the routing table."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as err:
+        raise ConfigError(f"no route to {peer} ({err.strerror}): give this replica's URL with --advertise-url") from err

@@ -1,0 +1,119 @@
+"""One step's work, and the arrays that a worker gets of it.
+
+T tokens, S sequences, B the most blocks of a sequence in this step, N sampled rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, compress
+
+import numpy as np
+
+from replica.frames import F32, I32, U64, StepInput
+from replica.request import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one step computes: `num_new[i]` more tokens of `sequences[i]`. The first `num_decodes` sequences have
+    history and one new token; the rest are prefill chunks. A sequence is sampled if the step reaches its last token."""
+
+    sequences: tuple[Sequence, ...]
+    num_new: tuple[int, ...]
+    is_sampled: tuple[bool, ...]
+    num_decodes: int
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get a token from this step, in the order of the worker's answer."""
+        return list(compress(self.sequences, self.is_sampled))
+
+
+class RowTable:
+    """What a step needs to know of running sequences, as arrays: each keeps one row from admission on, so that a
+    step gathers rows instead of walking every sequence's blocks and parameters."""
+
+    def __init__(self, *, num_rows: int, max_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._block_tables: I32 = np.zeros((num_rows, max_blocks), np.int32)
+        self._temperature: F32 = np.zeros(num_rows, np.float32)
+        self._top_k: I32 = np.zeros(num_rows, np.int32)
+        self._top_p: F32 = np.zeros(num_rows, np.float32)
+        self._min_p: F32 = np.zeros(num_rows, np.float32)
+        self._seeds: U64 = np.zeros(num_rows, np.uint64)
+        self._choices: I32 = np.zeros(num_rows, np.int32)
+
+    def take(self, sequence: Sequence) -> None:
+        """Gives the sequence a row that holds its sampling parameters and no blocks."""
+        row = sequence.row = self._free.pop()
+        params = sequence.params
+        self._temperature[row] = params.temperature
+        self._top_k[row] = params.top_k
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._seeds[row] = params.seed
+        self._choices[row] = sequence.choice
+
+    def append_blocks(self, sequence: Sequence, blocks: list[int]) -> None:
+        """The sequence, whose `block_ids` end with `blocks`, has just got them."""
+        end = len(sequence.block_ids)
+        self._block_tables[sequence.row, end - len(blocks) : end] = blocks
+
+    def give_back(self, sequence: Sequence) -> None:
+        """The sequence runs no more. Its row's block ids become 0, as the frame wants them past a last block."""
+        self._block_tables[sequence.row, : len(sequence.block_ids)] = 0
+        self._free.append(sequence.row)
+        sequence.row = -1
+
+    def step_input(self, batch: Batch, *, step: int) -> StepInput:
+        """The frame of a batch that was scheduled and is not committed yet."""
+        num_sequences = len(batch.sequences)
+        rows = np.fromiter((s.row for s in batch.sequences), np.intp, num_sequences)
+        starts = np.fromiter((s.num_computed for s in batch.sequences), np.int32, num_sequences)
+        num_new = np.array(batch.num_new, np.int32)
+        query_starts = np.zeros(num_sequences + 1, np.int32)
+        np.cumsum(num_new, out=query_starts[1:])
+        num_tokens = int(query_starts[-1])
+
+        sequence_of_token = np.repeat(np.arange(num_sequences), num_new)  # [T]
+        positions = np.arange(num_tokens, dtype=np.int32) + (starts - query_starts[:-1])[sequence_of_token]
+        width = max((len(s.block_ids) for s in batch.sequences), default=0)
+        block_tables = self._block_tables[rows, :width]
+        blocks = block_tables[sequence_of_token, positions // self._block_size]
+
+        is_sampled = np.array(batch.is_sampled, np.bool_)
+        sampled_rows = rows[is_sampled]
+        return StepInput(
+            step=step,
+            num_decodes=batch.num_decodes,
+            token_ids=np.fromiter(chain.from_iterable(_new_tokens(batch)), np.int32, num_tokens),
+            positions=positions,
+            slots=blocks * self._block_size + positions % self._block_size,
+            query_starts=query_starts,
+            context_lens=starts + num_new,
+            block_tables=block_tables,
+            sample_rows=query_starts[1:][is_sampled] - 1,
+            temperature=self._temperature[sampled_rows],
+            top_k=self._top_k[sampled_rows],
+            top_p=self._top_p[sampled_rows],
+            min_p=self._min_p[sampled_rows],
+            seeds=self._seeds[sampled_rows],
+            choices=self._choices[sampled_rows],
+            output_indices=np.array([len(s.output_ids) for s in batch.sampled], np.int32),
+        )
+
+
+def _new_tokens(batch: Batch) -> Iterator[Iterable[int]]:
+    """Each sequence's tokens of this step, in order."""
+    for sequence, num_new in zip(batch.sequences, batch.num_new, strict=True):
+        start = sequence.num_computed
+        if num_new == 1 and start + 1 == sequence.num_tokens and sequence.output_ids:
+            yield (sequence.output_ids[-1],)
+            continue
+        num_prompt = len(sequence.prompt_ids)
+        yield sequence.prompt_ids[start : start + num_new]
+        # After a preemption the outputs are computed again, in the same chunks as the prompt.
+        yield sequence.output_ids[max(0, start - num_prompt) : max(0, start + num_new - num_prompt)]

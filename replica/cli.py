@@ -1,0 +1,84 @@
+"""The command line: `replica serve MODEL`. The only place that reads the environment."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from replica.config import ReplicaConfig, flag
+from replica.errors import ConfigError
+from replica.supervisor import supervise
+
+# Secrets, by field. On the command line anybody on this machine could read them.
+SECRETS: Final = {"api_key": "LOCKSTEP_API_KEY", "proxy_token": "LOCKSTEP_PROXY_TOKEN"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 0 stopped as asked, 1 failed, 2 bad usage or setting."""
+    try:
+        values = vars(_parser().parse_args(argv))
+    except SystemExit as err:  # argparse has printed the help or the error
+        return int(err.code or 0)
+    for name, variable in SECRETS.items():
+        values[name] = values[name] or os.environ.get(variable, "")
+    values["proxy_urls"] = tuple(values["proxy_urls"] or ())
+    try:
+        config = ReplicaConfig(**values)
+    except ConfigError as err:
+        print_error(err)
+        return 2
+    configure_logging()
+    return supervise(config)
+
+
+def configure_logging() -> None:
+    """Logs go to stderr. Called by each process of the tree, once."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(name)s %(message)s"
+    )
+
+
+def print_error(error: BaseException) -> None:
+    """The one line before exit code 2."""
+    print(f"replica: error: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a bad argument in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (try --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="replica", description="Serves a checkpoint over the OpenAI API.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a checkpoint until stopped",
+        description="Serves a checkpoint over the OpenAI API until SIGINT or SIGTERM; a second one stops at once.",
+        allow_abbrev=False,
+    )
+    for field in fields(ReplicaConfig):
+        help_text = field.metadata["help"]
+        if field.default is MISSING:
+            serve.add_argument(field.name, type=Path, metavar=field.name.upper(), help=help_text)
+            continue
+        options: dict[str, Any] = {"default": field.default, "type": type(field.default)}
+        if isinstance(field.default, tuple):
+            options = {"default": None, "action": "append", "metavar": "URL"}
+        if field.name in SECRETS:
+            help_text += f"; better given in the environment as {SECRETS[field.name]}"
+        elif field.default:
+            help_text += f" (default {field.default})"
+        serve.add_argument(flag(field.name), dest=field.name, help=help_text, **options)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

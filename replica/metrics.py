@@ -1,0 +1,153 @@
+"""What Prometheus reads of a replica: vLLM's names where the meaning is vLLM's, `lockstep_*` for the rest.
+
+Every series has the labels `model_name` and `engine` (the dp rank), as vLLM's dashboards expect.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from replica.step_loop import EngineStats
+
+LABELS: Final = ("model_name", "engine")
+# Upper bounds as in vLLM, so that its dashboards' quantiles stay comparable. Seconds; tokens.
+FIRST_TOKEN_S: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+BETWEEN_TOKENS_S: Final = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+LATENCY_S: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKENS: Final = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
+
+class Metrics:
+    """The registry of one replica. `stats` is asked at every scrape."""
+
+    def __init__(
+        self, *, model_name: str, stats: Callable[[], EngineStats], now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.now_s = now_s
+        labels = {"model_name": model_name, "engine": "0"}
+        self.registry.register(_LoadCollector(labels, stats))
+
+        def counter(name: str, text: str, *further: str) -> Counter:
+            return Counter(name, text, (*LABELS, *further), registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(**labels)
+
+        self._labels = labels
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed.").labels(**labels)
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(**labels)
+        self._success = counter(
+            "vllm:request_success", "Ended requests, by the reason of their end.", "finished_reason"
+        )
+        self._http = counter("lockstep_http_requests", "Answered HTTP requests.", "path", "status")
+        self.first_token = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
+        self.between_tokens = histogram("vllm:inter_token_latency_seconds", "Between tokens.", BETWEEN_TOKENS_S)
+        self.per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "A request's mean time between tokens.", BETWEEN_TOKENS_S
+        )
+        self.decode = histogram("vllm:request_decode_time_seconds", "First token to last.", LATENCY_S)
+        self.latency = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", LATENCY_S)
+        self.request_prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.request_generated = histogram("vllm:request_generation_tokens", "Tokens generated of a request.", TOKENS)
+        self.request_max = histogram("vllm:request_params_max_tokens", "Most tokens a request may get.", TOKENS)
+
+    def ended(self, reason: str) -> None:
+        """A choice has ended."""
+        self._success.labels(**self._labels, finished_reason=reason).inc()
+
+    def answered(self, *, path: str, status: int) -> None:
+        """An HTTP request has its answer. `path` is a route's, so that clients make no new series."""
+        self._http.labels(**self._labels, path=path, status=str(status)).inc()
+
+    def text(self) -> bytes:
+        """The exposition of all series."""
+        return generate_latest(self.registry)
+
+
+class ChoiceTimes:
+    """Observes one choice from its arrival to its end."""
+
+    def __init__(self, metrics: Metrics, *, arrived_s: float, prompt_tokens: int, max_tokens: int) -> None:
+        self._metrics = metrics
+        self._arrived_s = arrived_s
+        self._first_s = self._last_s = 0.0
+        self._num_tokens = 0
+        self._prompt_tokens = prompt_tokens
+        self._max_tokens = max_tokens
+
+    def output(self, num_tokens: int) -> None:
+        """`num_tokens` more have come, together."""
+        if not num_tokens:
+            return
+        now_s = self._metrics.now_s()
+        if self._num_tokens:
+            self._metrics.between_tokens.observe((now_s - self._last_s) / num_tokens)
+        else:
+            self._first_s = now_s
+            self._metrics.first_token.observe(now_s - self._arrived_s)
+            self._metrics.prompt_tokens.inc(self._prompt_tokens)
+        self._last_s = now_s
+        self._num_tokens += num_tokens
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def end(self, reason: str) -> None:
+        """The choice has ended. Times are observed only of those that ended well."""
+        metrics = self._metrics
+        metrics.ended(reason)
+        if reason not in ("stop", "length"):
+            return
+        decode_s = self._last_s - self._first_s
+        metrics.latency.observe(self._last_s - self._arrived_s)
+        metrics.decode.observe(decode_s)
+        metrics.request_prompt.observe(self._prompt_tokens)
+        metrics.request_generated.observe(self._num_tokens)
+        metrics.request_max.observe(self._max_tokens)
+        if self._num_tokens > 1:
+            metrics.per_token.observe(decode_s / (self._num_tokens - 1))
+
+
+class _LoadCollector(Collector):
+    """The engine's state, read when it is scraped."""
+
+    def __init__(self, labels: dict[str, str], stats: Callable[[], EngineStats]) -> None:
+        self._labels = labels
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """One sample of each series."""
+        stats = self._stats()
+        used = stats.total_blocks - stats.free_blocks
+        yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", stats.running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences not started.", stats.waiting)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used / max(1, stats.total_blocks)
+        )
+        yield self._gauge(
+            "lockstep_queued_prefill_tokens", "Prompt tokens not computed yet.", stats.queued_prefill_tokens
+        )
+        yield self._gauge("lockstep_kv_blocks", "KV blocks there are.", stats.total_blocks)
+        yield self._gauge("lockstep_kv_blocks_used", "KV blocks in use.", used)
+        yield self._gauge("lockstep_epoch", "The group's membership epoch.", stats.epoch)
+        steps = CounterMetricFamily("lockstep_steps", "Forward steps done.", labels=LABELS)
+        steps.add_metric(list(self._labels.values()), stats.step)
+        yield steps
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(name, text, labels=LABELS)
+        gauge.add_metric(list(self._labels.values()), value)
+        return gauge

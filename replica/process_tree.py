@@ -1,0 +1,36 @@
+"""What the processes of one `replica serve` know of each other: supervisor -> engine -> workers.
+
+A parent holds one end of a pipe or socket of which each child holds the other. Only the parent has its end, so the
+kernel closes it however the parent ends, SIGKILL included, and the child sees EOF and exits. No process outlives the
+one that answers for it, and none holds a port or a device that the next life needs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+
+def exit_with_parent(fd: int) -> None:
+    """Ends this process when the parent's end of `fd` closes.
+
+    A thread watches, since the main thread may be inside a long computation; hence no clean-up runs either.
+    """
+
+    def watch() -> None:
+        try:
+            while os.read(fd, 1):
+                pass
+        except OSError:
+            pass  # a reset connection: the parent is as gone as after EOF
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def describe_status(status: int) -> str:
+    """A child's exit status, as `subprocess` reports it, in words."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"

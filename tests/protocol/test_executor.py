@@ -1,0 +1,195 @@
+"""The executor with real processes and the real frames; the workers have no model (fake_worker.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replica import executor_mp
+from replica.errors import CheckpointError, WorkerFailed
+from replica.executor_mp import MpExecutor
+from replica.frames import Init, Progress, StepInput
+
+FAKE_WORKER = Path(__file__).parent / "fake_worker.py"
+ROOT = FAKE_WORKER.parents[2]
+
+INIT = Init(
+    model="five5",
+    dtype="float32",
+    device="cpu",
+    num_threads=1,
+    block_size=16,
+    kv_cache_bytes=1,
+    max_model_len=16,
+    max_num_seqs=1,
+    max_num_batched_tokens=16,
+)
+
+
+def make_step(step: int, num_tokens: int = 1) -> StepInput:
+    ints = np.zeros(num_tokens, np.int32)
+    floats = np.zeros(1, np.float32)
+    one = np.zeros(1, np.int32)
+    return StepInput(
+        step=step,
+        num_decodes=0,
+        token_ids=ints,
+        positions=ints,
+        slots=ints,
+        query_starts=np.array([0, num_tokens], np.int32),
+        context_lens=one,
+        block_tables=np.zeros((1, 1), np.int32),
+        sample_rows=one,
+        temperature=floats,
+        top_k=one,
+        top_p=floats,
+        min_p=floats,
+        seeds=np.zeros(1, np.uint64),
+        choices=one,
+        output_indices=one,
+    )
+
+
+@asynccontextmanager
+async def executor_of(mode: str, *, num_ranks: int = 1) -> AsyncIterator[MpExecutor]:
+    executor = MpExecutor(num_ranks=num_ranks, command=(sys.executable, str(FAKE_WORKER), mode))
+    try:
+        yield executor
+    finally:
+        pids = pids_of(executor)
+        await executor.close()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def pids_of(executor: MpExecutor) -> list[int]:
+    return [worker.process.pid for worker in executor._ranks]
+
+
+@pytest.fixture(autouse=True)
+def fake_worker_finds_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+async def test_a_worker_loads_reports_and_runs_steps() -> None:
+    progress: list[Progress] = []
+    async with executor_of("works") as executor:
+        ready = await executor.start(INIT, timeout_s=20, on_progress=progress.append)
+        assert ready.num_blocks == 5
+        assert progress == [Progress(done_bytes=10, total_bytes=20), Progress(done_bytes=20, total_bytes=20)]
+        for step in range(3):
+            output = await executor.step(make_step(step))
+            assert (output.step, output.token_ids.tolist()) == (step, [step])
+
+
+async def test_a_step_larger_than_the_sockets_buffer_arrives_whole() -> None:
+    async with executor_of("works") as executor:
+        await executor.start(INIT, timeout_s=20)
+        output = await executor.step(make_step(4, num_tokens=500_000))
+        assert output.token_ids.tolist() == [4]
+
+
+async def test_all_ranks_take_part_and_rank_0_answers() -> None:
+    async with executor_of("works", num_ranks=2) as executor:
+        await executor.start(INIT, timeout_s=20)
+        assert len(set(pids_of(executor))) == 2
+        assert (await executor.step(make_step(1))).token_ids.tolist() == [1]
+
+
+async def test_a_checkpoint_that_the_worker_refuses_is_a_checkpoint_error() -> None:
+    async with executor_of("refuses") as executor:
+        with pytest.raises(CheckpointError, match="truncated"):
+            await executor.start(INIT, timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    ("mode", "timeout_s", "message"),
+    [
+        ("dies at start", 20, "rank 0 ended: exit status 7"),
+        ("never ready", 1.0, r"not ready after 1 s \(--startup-timeout-s\)"),
+        ("sends garbage", 20, "no frame"),
+        ("claims a huge frame", 20, "2147483648 bytes, limit is"),
+    ],
+)
+async def test_a_worker_that_cannot_start_fails_in_one_line(mode: str, timeout_s: float, message: str) -> None:
+    async with executor_of(mode) as executor:
+        with pytest.raises(WorkerFailed, match=message) as raised:
+            await executor.start(INIT, timeout_s=timeout_s)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [("fails a step", "rank 0 failed: RuntimeError: boom"), ("dies in a step", "rank 0 ended: killed by SIGKILL")],
+)
+async def test_a_worker_that_ends_in_a_step_fails_the_step_with_its_reason(mode: str, message: str) -> None:
+    async with executor_of(mode) as executor:
+        await executor.start(INIT, timeout_s=20)
+        with pytest.raises(WorkerFailed, match=message):
+            await executor.step(make_step(0))
+
+
+async def test_a_worker_killed_while_nothing_runs_is_noticed_at_once() -> None:
+    async with executor_of("works", num_ranks=2) as executor:
+        await executor.start(INIT, timeout_s=20)
+        watch = asyncio.create_task(executor.watch())
+        await asyncio.sleep(0.05)
+        assert not watch.done()
+        os.kill(pids_of(executor)[1], signal.SIGKILL)
+        killed_s = time.monotonic()
+        with pytest.raises(WorkerFailed, match="rank 1 ended: killed by SIGKILL"):
+            await watch
+        assert time.monotonic() - killed_s < 1
+
+
+async def test_a_frozen_worker_is_killed_when_the_executor_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_mp, "SHUTDOWN_S", 0.2)
+    async with executor_of("freezes in a step") as executor:
+        await executor.start(INIT, timeout_s=20)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await executor.step(make_step(0))
+
+
+async def test_workers_exit_by_themselves_when_they_are_asked_to() -> None:
+    async with executor_of("works") as executor:
+        await executor.start(INIT, timeout_s=20)
+        process = executor._ranks[0].process
+        await executor.close()
+        assert process.returncode == 0
+
+
+async def test_a_worker_without_an_engine_ends() -> None:
+    """A process that starts the executor is killed; its worker must not outlive it."""
+    script = (
+        "import asyncio, sys\n"
+        "from tests.protocol.test_executor import FAKE_WORKER, INIT, pids_of\n"
+        "from replica.executor_mp import MpExecutor\n"
+        "async def main():\n"
+        "    executor = MpExecutor(command=(sys.executable, str(FAKE_WORKER), 'works'))\n"
+        "    await executor.start(INIT, timeout_s=20)\n"
+        "    print(*pids_of(executor), flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    engine = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+    assert engine.stdout is not None
+    async with asyncio.timeout(30):
+        worker_pid = int(await engine.stdout.readline())
+    engine.kill()
+    await engine.wait()
+    async with asyncio.timeout(1):
+        while Path(f"/proc/{worker_pid}").exists() and not is_zombie(worker_pid):
+            await asyncio.sleep(0.02)
+
+
+def is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"

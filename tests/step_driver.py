@@ -1,0 +1,111 @@
+"""Drives a rank's model without an engine: keeps sequences and their blocks, and makes StepInputs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replica.checkpoint import Checkpoint
+from replica.frames import StepInput
+from replica.kv_cache import KVCache
+from replica.model_config import ModelConfig
+from replica.models.qwen3_moe import Qwen3Moe
+from replica.step_tensors import StepTensors
+from replica.weights import WeightReader
+
+CPU: Final = torch.device("cpu")
+BLOCK_SIZE: Final = 16
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, Qwen3Moe]:
+    """The model of a folder, on the CPU."""
+    config, checkpoint = ModelConfig.load(folder), Checkpoint.open(folder)
+    checkpoint.check(config)
+    with WeightReader(checkpoint, dtype=dtype, device=CPU, on_progress=lambda done_bytes: None) as weights:
+        return config, Qwen3Moe(config, weights, num_positions=config.max_model_len, device=CPU)
+
+
+@dataclass(eq=False)
+class Driven:
+    """One sequence: its tokens, how many of them are in the cache, and the logits after each of those."""
+
+    token_ids: list[int]
+    prompt_len: int
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)  # of [n, V] float32
+
+    @property
+    def output_ids(self) -> list[int]:
+        """What has been sampled so far."""
+        return self.token_ids[self.prompt_len :]
+
+
+class StepDriver:
+    """A cache, its free blocks in random order, and greedy steps of any mixture of sequences."""
+
+    def __init__(
+        self, folder: Path, *, num_blocks: int = 256, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
+        self.config, self.model = load_model(folder, dtype)
+        self.cache = KVCache(self.config, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device=CPU)
+        self._free = list(range(num_blocks))
+        random.Random(seed).shuffle(self._free)
+
+    def add(self, prompt_ids: list[int]) -> Driven:
+        """A new sequence, of which nothing is computed yet."""
+        return Driven(list(prompt_ids), len(prompt_ids))
+
+    @torch.inference_mode()
+    def step(self, chunks: dict[Driven, int]) -> None:
+        """One forward over the next `chunks[s]` tokens of each s; those with all their tokens computed grow by one."""
+        # Decodes come first, as StepInput has it; sorting is stable, so the rest keeps its order.
+        order = sorted(chunks, key=lambda s: chunks[s] > 1 or not s.num_computed)
+        frame = self._frame(order, chunks)
+        logits = self.model.forward(StepTensors.from_frame(frame, CPU), self.cache)
+        for s, rows in zip(order, torch.split(logits, [chunks[s] for s in order]), strict=True):
+            s.num_computed += chunks[s]
+            s.logits.append(rows)
+            if s.num_computed == len(s.token_ids):
+                s.token_ids.append(int(rows[-1].argmax()))
+
+    def generate(self, s: Driven, num_tokens: int) -> None:
+        """Decodes one sequence, alone, until it has so many output tokens."""
+        while len(s.output_ids) < num_tokens:
+            self.step({s: len(s.token_ids) - s.num_computed})
+
+    def _frame(self, order: list[Driven], chunks: dict[Driven, int]) -> StepInput:
+        for s in order:
+            while len(s.block_ids) * BLOCK_SIZE < s.num_computed + chunks[s]:
+                s.block_ids.append(self._free.pop())
+        spans = [range(s.num_computed, s.num_computed + chunks[s]) for s in order]  # positions
+        places = [(s, p) for s, span in zip(order, spans, strict=True) for p in span]
+        block_tables = np.zeros((len(order), max((len(s.block_ids) for s in order), default=0)), np.int32)
+        for row, s in enumerate(order):
+            block_tables[row, : len(s.block_ids)] = s.block_ids
+        T = N = len(places)  # every token's logits are looked at
+        slots = [s.block_ids[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for s, p in places]
+        return StepInput(
+            step=0,
+            num_decodes=sum(chunks[s] == 1 and s.num_computed > 0 for s in order),
+            token_ids=np.array([s.token_ids[p] for s, p in places], np.int32),
+            positions=np.array([p for _, p in places], np.int32),
+            slots=np.array(slots, np.int32),
+            query_starts=np.cumsum([0, *(chunks[s] for s in order)], dtype=np.int32),
+            context_lens=np.array([span.stop for span in spans], np.int32),
+            block_tables=block_tables,
+            sample_rows=np.arange(T, dtype=np.int32),
+            temperature=np.zeros(N, np.float32),
+            top_k=np.zeros(N, np.int32),
+            top_p=np.ones(N, np.float32),
+            min_p=np.zeros(N, np.float32),
+            seeds=np.zeros(N, np.uint64),
+            choices=np.zeros(N, np.int32),
+            output_indices=np.zeros(N, np.int32),
+        )

@@ -1,0 +1,214 @@
+"""The chat template: the same text as transformers' apply_chat_template, and nothing a template does harms others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from transformers import AutoTokenizer
+
+from replica.chat import ChatTemplate, TooManyCharacters
+from replica.errors import BadRequest, CheckpointError
+from replica.tokenizer import Tokenizer
+from tests.commands import DEMO_MODEL
+
+TEMPLATES: Final = Path(__file__).parents[1] / "data" / "templates"
+SOURCES: Final = {
+    "demo": (DEMO_MODEL / "chat_template.jinja").read_text(),
+    "qwen3": (TEMPLATES / "qwen3_style.jinja").read_text(),
+    "features": (TEMPLATES / "every_feature.jinja").read_text(),
+}
+SPECIAL_TOKENS: Final = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+MAX_CHARS: Final = 100_000
+WEATHER: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Wetter für <eine> Stadt & 'mehr'",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def call(city: str, **further: Any) -> dict[str, Any]:
+    function = {"name": "get_weather", "arguments": {"city": city}}
+    return {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": function}], **further}
+
+
+CONVERSATIONS: Final[dict[str, list[dict[str, Any]]]] = {
+    "question": [user("What is 1 + 2?")],
+    "system": [{"role": "system", "content": "Be brief."}, user("Hi\n\n there ")],
+    "turns": [user("I am Ada."), {"role": "assistant", "content": "Hello Ada."}, user("Who am I?")],
+    "reasoning": [
+        user("1 + 1?"),
+        {"role": "assistant", "content": "2", "reasoning_content": "one and one\n"},
+        user("2 + 2?"),
+        {"role": "assistant", "content": "4", "reasoning_content": "\ntwo and two"},
+    ],
+    "inline reasoning": [user("1 + 1?"), {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2"}],
+    "other name for reasoning": [user("1 + 1?"), {"role": "assistant", "content": "2", "reasoning": "hm"}],
+    "tool call": [user("Weather in Rome?"), call("Rome", content="", reasoning_content="Ask."), user("Well?")],
+    "tool result": [
+        user("Weather in Rome and Zürich?"),
+        call("Rome", content="Let me see."),
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "c2", "content": "雨"},
+    ],
+    "other scripts": [user("e\N{COMBINING ACUTE ACCENT} 漢字 \N{THUMBS UP SIGN} \"quoted\" <b>'&amp;'</b>")],
+}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    return tokenizer
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("tools", [None, [WEATHER]], ids=["no tools", "tools"])
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True, "flavour": "é"}], ids=str)
+@pytest.mark.parametrize("template", SOURCES)
+def test_template_renders_as_in_transformers(
+    template: str, kwargs: dict[str, Any], tools: list[dict[str, Any]] | None, conversation: str, reference: Any
+) -> None:
+    messages = CONVERSATIONS[conversation]
+    expected = reference.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=SOURCES[template],
+        add_generation_prompt=True,
+        tokenize=False,
+        **kwargs,
+    )
+    ours = ChatTemplate.compile({"default": SOURCES[template]}, SPECIAL_TOKENS)
+    assert ours.render(messages, tools=tools, kwargs=kwargs, max_chars=MAX_CHARS) == expected
+
+
+def test_demo_checkpoint_makes_the_prompt_ids_of_transformers() -> None:
+    reference = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    template, tokenizer = ChatTemplate.load(DEMO_MODEL), Tokenizer.load(DEMO_MODEL)
+    assert template is not None
+    for messages in CONVERSATIONS.values():
+        expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        text = template.render(messages, max_chars=MAX_CHARS)
+        assert tokenizer.encode(text, add_special_tokens=False) == expected
+
+
+def render(source: str, messages: list[dict[str, Any]], **further: Any) -> str:
+    template = ChatTemplate.compile({"default": source}, SPECIAL_TOKENS)
+    return template.render(messages, **{"max_chars": MAX_CHARS, **further})
+
+
+def test_arguments_in_a_string_render_as_the_object_they_mean() -> None:
+    as_object = call("Rome")
+    as_string = json.loads(json.dumps(as_object))
+    as_string["tool_calls"][0]["function"]["arguments"] = '{"city":"Rome"}'
+    for source in SOURCES.values():
+        assert render(source, [user("?"), as_string, user("!")]) == render(source, [user("?"), as_object, user("!")])
+
+
+def test_arguments_that_are_no_json_reach_the_template_as_they_are() -> None:
+    broken = call("Rome")
+    broken["tool_calls"][0]["function"]["arguments"] = '{"city": '
+    assert '"arguments": {"city": }' in render(SOURCES["qwen3"], [user("?"), broken, user("!")])
+
+
+def test_text_parts_become_one_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "one\ntwo"
+
+
+def test_messages_are_not_changed_by_rendering() -> None:
+    messages = CONVERSATIONS["tool call"]
+    before = json.dumps(messages)
+    render(SOURCES["qwen3"], messages)
+    assert json.dumps(messages) == before
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no tools, please') }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[9].content.lower() }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ missing() }}",
+    ],
+)
+def test_whatever_a_template_raises_is_a_bad_request(source: str) -> None:
+    with pytest.raises(BadRequest, match="the chat template refused the messages"):
+        render(source, [user("hi")])
+
+
+def test_reason_of_a_template_reaches_the_client() -> None:
+    with pytest.raises(BadRequest, match="no tools, please") as caught:
+        render("{{ raise_exception('no tools, please') }}", [user("hi")])
+    assert caught.value.param == "messages"
+
+
+def test_rendering_stops_at_the_limit_of_characters() -> None:
+    with pytest.raises(TooManyCharacters) as caught:
+        render("{% for i in range(99999) %}{{ 'x' * 10 }}{% endfor %}", [user("hi")], max_chars=1000)
+    assert 1000 < caught.value.num_chars <= 1010
+
+
+def test_rendering_stops_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replica.chat.RENDER_DEADLINE_S", 0.05)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
+    with pytest.raises(BadRequest, match=r"took more than 0\.05 s"):
+        render(endless, [user("hi")])
+
+
+async def test_large_input_renders_off_the_loop_to_the_same_text() -> None:
+    template = ChatTemplate.compile({"default": SOURCES["demo"]}, SPECIAL_TOKENS)
+    messages = [user("x" * 30_000)]
+    text = await template.render_off_loop(messages, max_chars=MAX_CHARS, input_chars=30_000)
+    assert text == template.render(messages, max_chars=MAX_CHARS)
+
+
+def checkpoint(folder: Path, **config: Any) -> Path:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_template_of_tokenizer_config_is_used_with_its_special_tokens(tmp_path: Path) -> None:
+    checkpoint(tmp_path, chat_template="{{ bos_token }}!", bos_token={"content": "<s>"}, add_bos_token=True)
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None and template.render([user("hi")], max_chars=9) == "<s>!"
+
+
+def test_named_templates_choose_by_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    template = ChatTemplate.load(checkpoint(tmp_path, chat_template=named))
+    assert template is not None
+    assert template.render([user("hi")], max_chars=9) == "plain"
+    assert template.render([user("hi")], tools=[WEATHER], max_chars=9) == "tools"
+
+
+def test_template_file_wins_over_tokenizer_config(tmp_path: Path) -> None:
+    checkpoint(tmp_path, chat_template="config")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None and template.render([user("hi")], max_chars=9) == "file"
+
+
+def test_checkpoint_without_a_template_has_none(tmp_path: Path) -> None:
+    assert ChatTemplate.load(checkpoint(tmp_path)) is None
+    assert ChatTemplate.load(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("chat_template", ["{% if %}", [{"name": "default"}], 3])
+def test_broken_template_is_a_checkpoint_error(tmp_path: Path, chat_template: Any) -> None:
+    with pytest.raises(CheckpointError, match="chat_template|chat template 'default', line 1"):
+        ChatTemplate.load(checkpoint(tmp_path, chat_template=chat_template))
