@@ -145,7 +145,8 @@ class Clock:
                 self._refusals[hello.dp_rank] = reason
             raise JoinRefused(reason)
         self._members[hello.dp_rank] = _Member(hello=hello, heard_s=now_s)
-        logger.info("member joined dp_rank=%d replica_id=%s url=%s", hello.dp_rank, hello.replica_id, hello.url)
+        who = (hello.dp_rank, hello.replica_id, hello.incarnation, hello.url)
+        logger.info("member joined dp_rank=%d replica_id=%s incarnation=%s url=%s", *who)
         if self.missing:
             return ()
         self._members = dict(sorted(self._members.items()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from typing import Final, cast
 
@@ -32,6 +33,10 @@ from coordinator.messages import (
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS: Final = 128
+# asyncio accepts as many connections in one turn of its loop as its backlog says. Few, so that a flood of them takes
+# turns with the members' frames; the kernel's own queue is long, so that a member that dials meanwhile gets in.
+ACCEPTS_PER_TURN: Final = 16
+BACKLOG: Final = 1024
 HANDSHAKE_S: Final = 2.0
 STRANGER_LOG_S: Final = 10.0
 
@@ -52,9 +57,11 @@ class Master:
     async def start(self, host: str, port: int) -> int:
         """Binds and returns the port, the real one where `port` is 0. Raises OSError when it cannot be had."""
         loop = asyncio.get_running_loop()
-        # A short backlog, so that a flood of connections is accepted in pieces between the members' frames.
-        self._server = await loop.create_server(lambda: _Connection(self), host, port, backlog=MAX_STRANGERS)
-        bound: int = self._server.sockets[0].getsockname()[1]
+        family = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0][0]
+        listener = socket.create_server((host, port), family=family)
+        self._server = await loop.create_server(lambda: _Connection(self), sock=listener, backlog=ACCEPTS_PER_TURN)
+        listener.listen(BACKLOG)
+        bound: int = listener.getsockname()[1]
         return bound
 
     async def run(self) -> None:

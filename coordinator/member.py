@@ -120,6 +120,7 @@ class Member:
                     await self._connect()
             except (OSError, MasterLost) as err:  # TimeoutError is an OSError
                 self._disconnect()
+                self._accepted = False
                 if loop.time() >= deadline_s:
                     address = "{}:{}".format(*self._address)
                     limit = f"{self._startup_deadline_s:g} s"
@@ -261,6 +262,7 @@ class Member:
                 self._end(MasterLost("the master closed the connection"))
                 return
             self._heard_s = time.monotonic()
+            self._changed.set()
             for message in self._frames.feed(received):
                 if self._accepted:
                     self._take(message)
@@ -289,7 +291,6 @@ class Member:
                 self._end(GroupFailed(message.reason))
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for a member that was accepted")
-        self._changed.set()
 
     def _end(self, error: Exception) -> None:
         """The first error is the one that everybody who waits gets."""

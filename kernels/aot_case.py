@@ -20,4 +20,4 @@ class AotCase:
     max_registers: int = 255  # per thread, on CUDA targets
     max_spill_bytes: int = 0  # per thread; 0 for every kernel on the step path
     ptx: str = ""  # an instruction that sm_90's PTX must contain
-    unaligned: frozenset[str] = field(default_factory=frozenset)  # pointers and strides not known to divide by 16
+    unaligned: frozenset[str] = field(default_factory=frozenset)  # pointers and integers that need not divide by 16

@@ -78,24 +78,24 @@ _AMD_DOWN: Final[Rows] = (
 _FP8_GATE_UP: Final[Rows] = (
     (256, Tile(16, 128, 128, 8, 3)),
     (2048, Tile(64, 128, 128, 8, 3)),
-    (ANY, Tile(128, 128, 128, 16, 3, is_persistent=True)),
+    (ANY, Tile(64, 128, 128, 8, 3, is_persistent=True)),
 )
 _FP8_DOWN: Final[Rows] = (
     (256, Tile(16, 128, 128, 4, 3)),
     (2048, Tile(64, 128, 128, 8, 3)),
-    (ANY, Tile(128, 128, 128, 8, 3, is_persistent=True)),
+    (ANY, Tile(64, 128, 128, 8, 3, is_persistent=True)),
 )
 _FP8_SWAPPED_GATE_UP: Final[Rows] = ((256, Tile(16, 128, 128, 4, 3, is_swapped=True)), *_FP8_GATE_UP[1:])
 _FP8_SWAPPED_DOWN: Final[Rows] = ((256, Tile(16, 128, 128, 4, 4, is_swapped=True)), *_FP8_DOWN[1:])
 _AMD_FP8_GATE_UP: Final[Rows] = (
     (256, Tile(16, 128, 128, 4, 1)),
     (2048, Tile(64, 128, 128, 8, 1)),
-    (ANY, Tile(128, 128, 128, 8, 1, is_persistent=True)),
+    (ANY, Tile(64, 128, 128, 8, 1, is_persistent=True)),
 )
 _AMD_FP8_DOWN: Final[Rows] = (
     (256, Tile(16, 128, 128, 4, 2)),
     (2048, Tile(64, 128, 128, 8, 2)),
-    (ANY, Tile(128, 128, 128, 8, 2, is_persistent=True)),
+    (ANY, Tile(64, 128, 128, 8, 2, is_persistent=True)),
 )
 
 DEFAULTS: Final[dict[str, dict[str, Rows]]] = {

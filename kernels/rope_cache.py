@@ -66,14 +66,13 @@ def _qk_norm_rope_cache_kernel(
     slot = tl.load(slots_ptr + t).to(tl.int64)
     cached = (slot // BLOCK_SIZE) * stride_cb + (slot % BLOCK_SIZE) * stride_cs
     cached += offs_h[:, None] * stride_ch + offs_d[None, :]
+    num_written = tl.where(slot >= 0, NUM_KV_HEADS, 0)
     if role == 2:
-        mask = (offs_h < NUM_KV_HEADS)[:, None] & mask_d[None, :]
+        mask = (offs_h < num_written)[:, None] & mask_d[None, :]
         v_ptrs = v_ptr + t * stride_vt + offs_h[:, None] * stride_vh + offs_d[None, :]
-        low = tl.load(v_ptrs, mask=mask, other=0.0)
-        high = tl.load(v_ptrs + HALF, mask=mask, other=0.0)
-        _store_halves(
-            v_cache_ptr + cached, low, high, v_scale_ptr, offs_h, NUM_KV_HEADS, mask & (slot >= 0), HALF, IS_FP8
-        )
+        low = tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(v_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+        _store_halves(v_cache_ptr + cached, low, high, v_scale_ptr, offs_h, NUM_KV_HEADS, mask, HALF, IS_FP8)
     else:
         position = tl.load(positions_ptr + t).to(tl.int64)
         cos = tl.load(cos_sin_ptr + position * stride_ct + offs_d, mask=mask_d, other=0.0)
@@ -86,10 +85,9 @@ def _qk_norm_rope_cache_kernel(
             tl.store(out_ptrs, low.to(q_out_ptr.dtype.element_ty), mask=mask)
             tl.store(out_ptrs + HALF, high.to(q_out_ptr.dtype.element_ty), mask=mask)
         else:
-            mask = (offs_h < NUM_KV_HEADS)[:, None] & mask_d[None, :]
+            mask = (offs_h < num_written)[:, None] & mask_d[None, :]
             k_ptrs = k_ptr + t * stride_kt + offs_h[:, None] * stride_kh + offs_d[None, :]
             low, high = _norm_rotate(k_ptrs, k_weight_ptr, cos, sin, mask, offs_d, mask_d, eps, HALF, HAS_NORM)
-            mask &= slot >= 0
             _store_halves(k_cache_ptr + cached, low, high, k_scale_ptr, offs_h, NUM_KV_HEADS, mask, HALF, IS_FP8)
 
 
@@ -110,11 +108,11 @@ def _norm_rotate(x_ptrs, weight_ptr, cos, sin, mask, offs_d, mask_d, eps, HALF: 
 def _store_halves(
     ptrs, low, high, scale_ptr, offs_h, NUM_KV_HEADS: tl.constexpr, mask, HALF: tl.constexpr, IS_FP8: tl.constexpr
 ):
-    """Writes two halves [heads, HALF] of keys or values to the cache, divided by their heads' scales if it is FP8."""
+    """Writes two float32 halves [heads, HALF] of keys or values to the cache, divided by their scales if it is FP8."""
     if IS_FP8:
         scale = tl.load(scale_ptr + offs_h, mask=offs_h < NUM_KV_HEADS, other=1.0)[:, None]
-        low = to_fp8(low.to(tl.float32) / scale)
-        high = to_fp8(high.to(tl.float32) / scale)
+        low = to_fp8(low / scale)
+        high = to_fp8(high / scale)
     tl.store(ptrs, low.to(ptrs.dtype.element_ty), mask=mask)
     tl.store(ptrs + HALF, high.to(ptrs.dtype.element_ty), mask=mask)
 

@@ -57,8 +57,8 @@ def _threshold(row_ptr, V, peak, temperature, floor, target, BY_MASS: tl.constex
     """
     candidates = tl.arange(0, 16).to(tl.uint32)
     key = floor * 0
-    for i in tl.static_range(8):
-        bounds = key + (candidates << (28 - 4 * i))
+    for shift in range(28, -1, -4):
+        bounds = key + (candidates << shift)
         reached = tl.zeros([16], tl.float64)
         for v in range(0, V, BLOCK_V):
             offs_v = v + tl.arange(0, BLOCK_V)
@@ -68,7 +68,7 @@ def _threshold(row_ptr, V, peak, temperature, floor, target, BY_MASS: tl.constex
             weight = tl.where((offs_v < V) & (keys >= floor), weight, 0.0)
             reached += tl.sum(tl.where(keys[None, :] >= bounds[:, None], weight[None, :], 0.0), axis=1).to(tl.float64)
         digit = tl.max(tl.where(reached >= target, tl.arange(0, 16), 0), axis=0)
-        key += digit.to(tl.uint32) << (28 - 4 * i)
+        key += digit.to(tl.uint32) << shift
     return key
 
 
@@ -282,14 +282,14 @@ def sample_reference(
     sampled = torch.nonzero(temperature > 0).squeeze(1)
     for rows in torch.tensor_split(sampled, -(-sampled.numel() // _ROWS_AT_ONCE) or 1):
         scaled = logits[rows].to(torch.float64) / temperature[rows].to(torch.float64).unsqueeze(1)
-        kept = _kept_mass(scaled, top_k[rows], top_p[rows], min_p[rows])  # [n, V]
+        kept = _kept_mass_reference(scaled, top_k[rows], top_p[rows], min_p[rows])  # [n, V]
         running = kept.cumsum(dim=-1)
         target = uniform_reference(seeds[rows], choices[rows], output_indices[rows]).unsqueeze(1) * running[:, -1:]
         token_ids[rows] = torch.searchsorted(running, target, right=True).squeeze(1).to(torch.int32)
     return token_ids
 
 
-def _kept_mass(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def _kept_mass_reference(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """exp(scaled - max) [n, V] of the tokens that the limits keep, 0 elsewhere. Not normalised."""
     V = scaled.shape[1]
     mass = (scaled - scaled.max(dim=-1, keepdim=True).values).exp_()  # [n, V], 1 for the most likely token

@@ -174,8 +174,9 @@ class Relay:
             return
         last = rest or sent
         gap = b"" if not last or last.endswith(EVENT_ENDS) else b"\n\n"  # half an event must not swallow the error
-        answer.force_close()
         await self._to_client(request, answer.write(gap + b"data: " + json.dumps(err.body()).encode() + b"\n\n"))
+        # A whole HTTP answer on a connection that stays usable: a client's reader may drop what it has not yet handed
+        # out when a connection breaks, and a pool may send its next request into a close that no header announced.
         await self._to_client(request, answer.write_eof())
 
     async def _to_client(self, request: web.Request, sending: Awaitable[None]) -> None:

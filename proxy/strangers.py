@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from aiohttp.http import HttpProcessingError
@@ -37,20 +37,26 @@ class StrangerLog:
 
 
 class HttpServerLog(logging.LoggerAdapter[logging.Logger]):
-    """aiohttp's server log, with malformed requests handed to the `StrangerLog`: it gives each a traceback."""
+    """aiohttp's server log, with malformed requests handed to the `StrangerLog`: aiohttp gives each a traceback."""
 
     def __init__(self, strangers: StrangerLog) -> None:
         super().__init__(logger)
         self._strangers = strangers
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Leaves the record as it is."""
-        return msg, kwargs
-
     def exception(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Called by aiohttp for whatever goes wrong with a connection."""
-        err = kwargs.get("exc_info")
-        if isinstance(err, HttpProcessingError):
-            self._strangers.note(str(args[0]) if args else None, f"malformed HTTP: {err.message}")
-        else:
+        if not self._note(args, kwargs):
             super().exception(msg, *args, **kwargs)
+
+    def debug(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Called by aiohttp for a connection whose first bytes are no HTTP."""
+        if not self._note(args, kwargs):
+            super().debug(msg, *args, **kwargs)
+
+    def _note(self, args: tuple[object, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the record is about a stranger, which is then noted. aiohttp's only argument there is the peer."""
+        err = kwargs.get("exc_info")
+        if not isinstance(err, HttpProcessingError):
+            return False
+        self._strangers.note(str(args[0]) if args else None, f"malformed HTTP: {err.message}")
+        return True

@@ -5,14 +5,15 @@ from __future__ import annotations
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 from replica.checkpoint import Checkpoint
 from replica.config import ReplicaConfig
 from replica.errors import ConfigError
 from replica.model_config import DTYPE_BYTES, ModelConfig
 
-GIB = 1 << 30
-_CACHE_SHARE = 0.7  # of the memory that the weights leave; the rest is for activations and everybody else
+GIB: Final = 1 << 30
+_CACHE_SHARE: Final = 0.7  # of the memory that the weights leave; the rest is for activations and everybody else
 
 
 def resolve_device(config: ReplicaConfig) -> str:

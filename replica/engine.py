@@ -1,10 +1,14 @@
 """One replica's process, `python -m replica.engine SUPERVISOR_FD`: HTTP, tokenizer, scheduler and step loop.
 
-    supervisor -> engine   the settings as one line of JSON: a pipe keeps secrets out of `ps`
+    supervisor -> engine   the settings as one line of JSON: a socket keeps secrets out of `ps`
     engine -> supervisor   one byte, once the replica is ready
+    supervisor -> engine   one byte: drain; another: stop at once
     EOF                    the supervisor is gone, and the engine ends at once
 
-`serve` builds every part, in the order in which it is needed. No torch is imported: that is the workers'.
+SIGINT and SIGTERM are ignored. Ctrl-C, `timeout` and service managers send theirs to every process of a command, and
+counting one twice would cut off what a drain is for; so only the supervisor reacts to signals.
+
+`build` makes every part, in the order in which it is needed. No torch is imported: that is the workers'.
 
 Exit codes: 0 stopped as asked, 1 failed, 2 bad setting or checkpoint (one line on stderr).
 """
@@ -36,7 +40,7 @@ from replica.executor_mp import MpExecutor
 from replica.frames import Init
 from replica.lifecycle import EngineState, Lifecycle
 from replica.model_config import ModelConfig
-from replica.process_tree import exit_with_parent
+from replica.process_tree import follow_parent
 from replica.progress_bar import ProgressBar
 from replica.registration import Registration
 from replica.scheduler import Scheduler
@@ -51,14 +55,14 @@ FLUSH_S: Final = 5.0  # at the end, clients have so long to read what is already
 
 
 class StopRequests:
-    """Counts SIGTERMs: the first asks to drain, the second to stop at once."""
+    """Counts what the supervisor asks for: the first request is to drain, the second to stop at once."""
 
     def __init__(self) -> None:
         self.count = 0
         self.changed = asyncio.Event()
 
     def add(self) -> None:
-        """The signal handler."""
+        """One more."""
         self.count += 1
         self.changed.set()
 
@@ -96,8 +100,9 @@ class Engine:
                 return
             ready = loading.result()
             self.loop.add_blocks(ready.num_blocks)
+            watches = [self.executor.watch(rank) for rank in range(self.executor.num_ranks)]
             registrations = [self.registration.run(url) for url in self.config.proxy_urls]
-            services = [self.loop.run(), self.executor.watch(), *registrations]
+            services = [self.loop.run(), *watches, *registrations]
             running = [tasks.create_task(service) for service in services]
             self.lifecycle.state = EngineState.READY
             on_ready()
@@ -120,12 +125,12 @@ class Engine:
             await self.runner.cleanup()
 
     async def _drain(self) -> None:
-        """Takes no new requests and waits for the running ones, until the time is up or a second SIGTERM comes."""
+        """Takes no new requests and waits for the running ones, until the time is up or a second request."""
         logger.info("replica drains running=%d timeout_s=%g", self.loop.num_unfinished, self.config.drain_timeout_s)
         self.lifecycle.state, self.lifecycle.reason = EngineState.DRAINING, "the replica is stopping"
         self.registration.leaving(self.lifecycle.reason)
         unsubscribe = self.loop.subscribe(self.stop.changed.set)
-        with suppress(TimeoutError):  # then the rest is aborted, as after a second SIGTERM
+        with suppress(TimeoutError):  # then the rest is aborted, as after a second request
             async with asyncio.timeout(self.config.drain_timeout_s):
                 while self.loop.num_unfinished and self.stop.count < 2:
                     self.stop.changed.clear()
@@ -136,7 +141,7 @@ class Engine:
         self.loop.abort_all()
 
 
-def build(config: ReplicaConfig, sock: socket.socket) -> Engine:
+def build(config: ReplicaConfig, sock: socket.socket, stop: StopRequests) -> Engine:
     """Checks the checkpoint, without torch, and makes every part. Raises ConfigError."""
     model_config = ModelConfig.load(config.model)
     checkpoint = Checkpoint.open(config.model)
@@ -181,19 +186,26 @@ def build(config: ReplicaConfig, sock: socket.socket) -> Engine:
         loop=loop,
         registration=Registration(config=config, hello=hello, loop=loop),
         runner=web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=FLUSH_S),
-        stop=StopRequests(),
+        stop=stop,
     )
 
 
-async def serve(config: ReplicaConfig, on_ready: Callable[[], object]) -> None:
+async def serve(config: ReplicaConfig, supervisor_fd: int) -> None:
     """Runs a replica until it is asked to stop. Raises ConfigError, alone or in a group, or a group of WorkerFailed."""
+    stop = StopRequests()
+    asyncio_loop = asyncio.get_running_loop()
+
+    def on_stop_request() -> None:  # in a thread
+        with suppress(RuntimeError):  # the event loop is closed: the process ends already
+            asyncio_loop.call_soon_threadsafe(stop.add)
+
+    follow_parent(supervisor_fd, on_stop_request)
     sock = listen(config.host, config.port)
-    engine = build(config, sock)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, engine.stop.add)
+    engine = build(config, sock, stop)
     try:
         await engine.runner.setup()
         await web.SockSite(engine.runner, sock).start()
-        await engine.run(on_ready)
+        await engine.run(on_ready=lambda: os.write(supervisor_fd, READY_BYTE))
     except* (ConfigError, WorkerFailed) as errors:
         engine.lifecycle.state, engine.lifecycle.reason = EngineState.FAILED, str(_first(errors))
         raise
@@ -248,13 +260,12 @@ def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
 
 
 def _read_line(fd: int) -> str:
-    """The supervisor's one line. Nothing follows it, so whatever is read up to its end is the line."""
-    received = b""
-    while not received.endswith(b"\n"):
-        chunk = os.read(fd, 65536)
-        if not chunk:
+    """The supervisor's line; byte by byte, because what follows it is read elsewhere."""
+    received = bytearray()
+    while (byte := os.read(fd, 1)) != b"\n":
+        if not byte:
             sys.exit(1)  # the supervisor is gone
-        received += chunk
+        received += byte
     return received.decode()
 
 
@@ -269,14 +280,14 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 def main(argv: list[str]) -> int:
     """The process: returns its exit code."""
     (supervisor_fd,) = (int(value) for value in argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; the supervisor reacts
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     configure_logging()
     config = ReplicaConfig.from_json(_read_line(supervisor_fd))
-    exit_with_parent(supervisor_fd)
     status = 0
     try:
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-            runner.run(serve(config, on_ready=lambda: os.write(supervisor_fd, READY_BYTE)))
+            runner.run(serve(config, supervisor_fd))
     except* ConfigError as errors:
         print_error(_first(errors))
         status = 2

@@ -16,6 +16,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final, NoReturn
 
 from replica.errors import CheckpointError, WorkerFailed
 from replica.frames import (
@@ -37,9 +38,9 @@ from replica.process_tree import describe_status
 
 logger = logging.getLogger(__name__)
 
-WORKER_COMMAND = (sys.executable, "-m", "replica.worker")
-SHUTDOWN_S = 3.0  # a worker that was asked to exit is killed after so long
-EXIT_STATUS_S = 1.0  # between a worker's EOF and its exit status
+WORKER_COMMAND: Final = (sys.executable, "-m", "replica.worker")
+SHUTDOWN_S: Final = 3.0  # a worker that was asked to exit is killed after so long
+EXIT_STATUS_S: Final = 1.0  # between a worker's EOF and its exit status
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class MpExecutor:
     """The ranks of one replica on this machine. `close` must be called, whatever happened before."""
 
     def __init__(self, *, num_ranks: int = 1, command: Sequence[str] = WORKER_COMMAND) -> None:
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._command = command
         self._ranks: list[_Rank] = []
 
@@ -103,7 +104,7 @@ class MpExecutor:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                for rank in range(self._num_ranks):
+                for rank in range(self.num_ranks):
                     self._ranks.append(await self._spawn(rank))
                 frame = encode(init)
                 for worker in self._ranks:
@@ -127,16 +128,10 @@ class MpExecutor:
             raise WorkerFailed(f"the worker of rank 0 answered a step with {type(output).__name__}")
         return output
 
-    async def watch(self) -> None:
-        """Waits until a worker's process ends, then raises WorkerFailed: parked or not, that is noticed at once."""
-        exits = [asyncio.ensure_future(worker.process.wait()) for worker in self._ranks]
-        try:
-            await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
-            worker, exit_ = next((w, e) for w, e in zip(self._ranks, exits, strict=True) if e.done())
-            raise WorkerFailed(f"the worker of rank {worker.rank} ended: {describe_status(exit_.result())}")
-        finally:
-            for waiting in exits:
-                waiting.cancel()
+    async def watch(self, rank: int) -> NoReturn:
+        """Waits until the rank's process ends and raises WorkerFailed: parked or not, that is noticed at once."""
+        status = await self._ranks[rank].process.wait()
+        raise WorkerFailed(f"the worker of rank {rank} ended: {describe_status(status)}")
 
     async def close(self) -> None:
         """Asks every worker to exit, and kills those that do not within SHUTDOWN_S."""

@@ -71,7 +71,7 @@ def paged_attention(q: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tens
     parts = []
     if n:
         parts.append(kernels.attention_decode(q[:n], k_cache, v_cache, step.decode_tables, step.decode_lens, scale))
-    if len(q) > n or not n:
+    if len(q) > n or not n:  # a step of no tokens goes this way too
         chunk = (step.prefill_tables, step.prefill_starts, step.prefill_lens)
         parts.append(kernels.attention_prefill(q[n:], k_cache, v_cache, *chunk, scale))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -117,8 +117,9 @@ def _plan_table(name: str, checked: str, plan: Plan, settings: PlanSettings) -> 
     layout = plan.layout
     head = [
         f"{name}, from {checked}: {layout.flags()}",
-        f"{layout.dp} replicas of {layout.attn_tp} ranks; MLP over {layout.mlp_tp} ranks, experts over {layout.moe} "
-        f"(ep {layout.ep} x moe_tp {layout.moe_tp}); {settings.dtype}, {settings.device_bytes / _GIB:g} GiB a device",
+        f"dp {layout.dp} x attn_tp {layout.attn_tp} = {layout.world} ranks; MLP over {layout.mlp_tp}, "
+        f"experts over {layout.moe} (ep {layout.ep} x moe_tp {layout.moe_tp}); {settings.dtype}, "
+        f"{settings.device_bytes / _GIB:g} GiB a device",
         "",
     ]
     columns = ["rank", "replica", *KINDS, "weights GiB", "reserve GiB", "KV bytes/token", "KV tokens"]

@@ -10,23 +10,24 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 
 
-def exit_with_parent(fd: int) -> None:
-    """Ends this process when the parent's end of `fd` closes.
+def follow_parent(fd: int, on_byte: Callable[[], None] = lambda: None) -> None:
+    """Ends this process when the parent's end of `fd` closes; calls `on_byte` for each byte that comes before.
 
-    A thread watches, since the main thread may be inside a long computation; hence no clean-up runs either.
+    A thread does it, since the main thread may be inside a long computation; hence no clean-up runs at the end either.
     """
 
-    def watch() -> None:
+    def follow() -> None:
         try:
             while os.read(fd, 1):
-                pass
+                on_byte()
         except OSError:
             pass  # a reset connection: the parent is as gone as after EOF
         os._exit(1)
 
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    threading.Thread(target=follow, name="lifeline", daemon=True).start()
 
 
 def describe_status(status: int) -> str:

@@ -150,12 +150,13 @@ class _Link:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send_reports(socket, loop, interval_s))
-                tasks.create_task(_watch(socket))
+                await _watch(socket)  # here, because a group that only waits leaves `cancelling()` wrong
         except ExceptionGroup as group:
+            _raise_if_cancelled()
             raise group.exceptions[0] from group
         finally:
             unsubscribe()
-        raise AssertionError("neither task returns")
+        raise AssertionError("neither of them returns")
 
     async def _send_reports(self, socket: ClientWebSocketResponse, loop: LoadSource, interval_s: float) -> NoReturn:
         sequence = 0
@@ -191,6 +192,13 @@ class _Link:
     async def _send(self, socket: ClientWebSocketResponse, message: Message) -> None:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await socket.send_bytes(encode(message))
+
+
+def _raise_if_cancelled() -> None:
+    """Before Python 3.13 a TaskGroup that fails forgets that its own task was cancelled at the same moment."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _receive(socket: ClientWebSocketResponse) -> Message:

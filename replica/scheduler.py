@@ -82,11 +82,14 @@ class Scheduler:
         """The next step's batch, which may be empty. It must be committed before the next call."""
         assert self._in_flight is None, "the last batch is not committed"
         self._make_room_for_decodes()
-        decodes = [s for s in self.running if _decodes(s)]
-        budget = self._max_tokens - len(decodes)
+        decodes: list[Sequence] = []
         prefills: list[tuple[Sequence, int]] = []
+        prefilling: list[Sequence] = []
         for sequence in self.running:
-            if budget > 0 and not _decodes(sequence):
+            (decodes if _decodes(sequence) else prefilling).append(sequence)
+        budget = self._max_tokens - len(decodes)
+        for sequence in prefilling:
+            if budget > 0:
                 prefills.append((sequence, min(budget, sequence.num_tokens - sequence.num_computed)))
                 budget -= prefills[-1][1]
         while budget > 0 and self._admit_next():
@@ -141,11 +144,12 @@ class Scheduler:
         while position < len(self.running):
             sequence = self.running[position]
             missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_ids)
-            if missing <= self.pool.num_free:
-                self._allocate(sequence, missing)
-                position += 1
-            else:
+            if missing > self.pool.num_free:
                 self._preempt_newest()  # perhaps the sequence itself
+                continue
+            if missing:
+                self._allocate(sequence, missing)
+            position += 1
 
     def _admit_next(self) -> bool:
         """Moves the oldest waiting sequence to the running ones, if there is room for all of its tokens.
@@ -170,8 +174,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _allocate(self, sequence: Sequence, num_blocks: int) -> None:
-        if num_blocks:
-            self._rows.append_blocks(sequence, self.pool.allocate(sequence, num_blocks))
+        self._rows.append_blocks(sequence, self.pool.allocate(sequence, num_blocks))
 
     def _release(self, sequence: Sequence) -> None:
         self._rows.give_back(sequence)

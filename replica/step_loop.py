@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from replica.errors import Unavailable, WorkerFailed
 from replica.frames import StepInput, StepOutput
@@ -21,7 +21,7 @@ from replica.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-STALLED_DEADLINES = 3  # progress deadlines after which a step that is not done counts as a frozen worker
+STALLED_DEADLINES: Final = 3  # progress deadlines after which a step that is not done counts as a frozen worker
 
 
 class Executor(Protocol):

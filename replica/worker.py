@@ -173,7 +173,9 @@ def _start(channel: FrameChannel) -> Rank | None:
     started_s = time.monotonic()
     if init.device == "cpu":
         torch.set_num_threads(init.num_threads)
-    elif not torch.cuda.is_available():
+    elif torch.cuda.is_available():
+        torch.cuda.set_device(init.device)  # kernels launch on the current device
+    else:
         raise ConfigError(f"--device is {init.device}, and torch finds no CUDA device; use --device cpu")
     rank = Rank(init, channel)
     rank.warm_up(init)

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from replica.frames import HEADER, Failed, Frame, Init, Progress, Ready, StepInput, StepOutput, decode, encode
-from replica.process_tree import exit_with_parent
+from replica.process_tree import follow_parent
 
 
 class Worker:
@@ -67,7 +67,7 @@ class Worker:
 
 def main() -> None:
     mode, frame_fd, lifeline_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    exit_with_parent(lifeline_fd)
+    follow_parent(lifeline_fd)
     worker = Worker(mode, socket.socket(fileno=frame_fd))
     worker.start()
     while isinstance(frame := worker.receive(), StepInput):

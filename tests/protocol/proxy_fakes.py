@@ -102,13 +102,13 @@ async def running_proxy(send_buffer_bytes: int = 0, **settings: Any) -> AsyncIte
         await serving
 
 
-def hello(url: str, **changes: Any) -> Hello:
-    """A Hello of a replica at `url`, of an id of its own."""
+def hello(at: str, /, **changes: Any) -> Hello:
+    """A Hello of a replica at this URL, of an id of its own."""
     number = next(_numbers)
     plain = Hello(
         replica_id=f"r{number}",
         incarnation=f"life{number}",
-        url=url,
+        url=at,
         model=MODEL,
         model_hash="0" * 16,
         group=f"g{number}",
@@ -235,7 +235,7 @@ async def fake_replica(handler: Handler) -> AsyncIterator[FakeReplica]:
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        fake.url = "http://127.0.0.1:{}".format(*runner.addresses[0][1:2])
+        fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         yield fake
     finally:
         await runner.cleanup()
@@ -259,7 +259,7 @@ async def raw_replica(script: Script) -> AsyncIterator[FakeReplica]:
 
     server = await asyncio.start_server(serve_one, "127.0.0.1", 0)
     async with server:
-        fake.url = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+        fake.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         yield fake
 
 

@@ -210,5 +210,5 @@ def test_checkpoint_without_a_template_has_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chat_template", ["{% if %}", [{"name": "default"}], 3])
 def test_broken_template_is_a_checkpoint_error(tmp_path: Path, chat_template: Any) -> None:
-    with pytest.raises(CheckpointError, match="chat_template|chat template 'default', line 1"):
+    with pytest.raises(CheckpointError, match=r"chat_template|chat template 'default', line 1"):
         ChatTemplate.load(checkpoint(tmp_path, chat_template=chat_template))

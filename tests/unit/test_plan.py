@@ -114,8 +114,10 @@ def test_replicas_that_hold_all_experts_need_no_reserve() -> None:
     config = model_config()
     plan = make_plan(config, Layout.resolve(dp=2, tp=4, mlp_tp=4, moe_tp=2, ep=1), SETTINGS)
     assert plan.losses == 1
-    held = [rank.weights["mlp"] for rank in plan.ranks]
-    assert all(rank.reserve_bytes <= max(held) + 2 * max(held) for rank in plan.ranks)  # the dense MLP's alone
+    mlp_bytes = sum(rank.weights["mlp"] for rank in plan.ranks)
+    block_bytes = 3 * config.hidden_size * 64 * 2
+    for rank in plan.ranks:  # the dense MLP's blocks alone: the two ranks of the survivor would hold half of it each
+        assert 0 <= rank.reserve_bytes - (mlp_bytes / 2 - rank.weights["mlp"]) <= block_bytes + 1
 
 
 def test_surviving_with_no_replica_left_is_refused() -> None:
@@ -139,7 +141,7 @@ def test_bytes_sent_are_those_of_ring_collectives() -> None:
 def test_a_plan_that_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(PLANS / "qwen3-235b-a22b-shapes", "--tp", "4", "--device-memory", "100") == 0
     out = capsys.readouterr().out
-    assert "DOES NOT FIT: the fullest rank lacks 9.6" in out and "KV tokens of all replicas: 0" in out
+    assert "DOES NOT FIT: the fullest rank lacks 9.5" in out and "KV tokens of all replicas: 0" in out
 
 
 def test_the_table_has_a_row_for_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +193,6 @@ def test_suggestions_name_options_that_give_the_layout_back(capsys: pytest.Captu
     ("options", "message"),
     [
         (["--dp", "3", "--tp", "8"], "nearest valid for 8 ranks: --dp 4 --tp 8"),
-        (["--tp", "64", "--attn-tp", "64"], None),
         (["--dp", "1", "--tp", "128"], "64 query heads do not divide over attn_tp 128"),
         (["--suggest", "8", "--tp", "8"], "--suggest tries every layout; drop --tp"),
         (["--suggest", "0"], "--suggest is 0"),
@@ -202,11 +203,8 @@ def test_suggestions_name_options_that_give_the_layout_back(capsys: pytest.Captu
         (["--tp", "8", "--step-tokens", "0"], "must be above 0"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_the_remedy(options: list[str], message: str | None) -> None:
+def test_what_cannot_be_planned_is_refused_with_the_remedy(options: list[str], message: str) -> None:
     model = PLANS / "qwen3-235b-a22b-fp8-shapes"
-    if message is None:
-        assert run(model, *options) == 0
-        return
     with pytest.raises(ConfigError, match=re.escape(message)):
         run(model, *options)
 

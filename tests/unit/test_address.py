@@ -1,0 +1,70 @@
+"""Where a replica listens and what it tells its proxies."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from replica.address import advertised_url, http_url, listen
+from replica.config import ReplicaConfig
+from replica.errors import ConfigError
+
+
+def make_config(**values: object) -> ReplicaConfig:
+    return ReplicaConfig(model=Path("m"), **values)  # type: ignore[arg-type]
+
+
+def test_port_0_picks_a_free_one() -> None:
+    with listen("127.0.0.1", 0) as first, listen("127.0.0.1", 0) as second:
+        ports = {first.getsockname()[1], second.getsockname()[1]}
+        assert len(ports) == 2 and 0 not in ports
+
+
+def test_a_taken_port_is_a_setting_at_fault() -> None:
+    with listen("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen at 127\.0\.0\.1:{port}: Address already in use"):
+            listen("127.0.0.1", port)
+
+
+def test_a_host_that_is_not_here_is_a_setting_at_fault() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen at 203\.0\.113\.1:0: .*--host"):
+        listen("203.0.113.1", 0)
+
+
+def test_a_port_is_free_again_right_after_its_connections_closed() -> None:
+    with listen("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        server, _ = sock.accept()
+        server.close()  # this side closes first, so its end of the connection stays in TIME_WAIT
+        client.close()
+    listen("127.0.0.1", port).close()
+
+
+def test_an_address_of_ip_version_6_gets_brackets() -> None:
+    assert http_url("::1", 80) == "http://[::1]:80"
+    assert http_url("10.0.0.1", 80) == "http://10.0.0.1:80"
+
+
+def test_a_given_url_is_told_as_it_is() -> None:
+    config = make_config(advertise_url="https://replica.example/", host="0.0.0.0")
+    assert advertised_url(config, 8001) == "https://replica.example"
+
+
+def test_a_plain_host_is_told_with_the_real_port() -> None:
+    assert advertised_url(make_config(host="10.0.0.7", port=0), 4321) == "http://10.0.0.7:4321"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_a_wildcard_becomes_the_address_that_faces_the_proxy(host: str) -> None:
+    config = make_config(host=host, proxy_urls=("http://127.0.0.1:8000",))
+    assert advertised_url(config, 8001) == "http://127.0.0.1:8001"
+
+
+def test_an_unknown_proxy_is_answered_with_the_remedy() -> None:
+    config = make_config(host="0.0.0.0", proxy_urls=("http://no-such-host.invalid:8000",))
+    with pytest.raises(ConfigError, match="--advertise-url"):
+        advertised_url(config, 8001)

@@ -1,0 +1,95 @@
+"""The command line of `replica serve`: options from the dataclass, secrets from the environment, errors in one line."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from replica import cli
+from replica.config import ReplicaConfig
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ReplicaConfig]:
+    """What would be served; nothing is."""
+    configs: list[ReplicaConfig] = []
+
+    def note(config: ReplicaConfig) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(cli, "supervise", note)
+    monkeypatch.setattr(cli, "configure_logging", lambda: None)
+    for variable in cli.SECRETS.values():
+        monkeypatch.delenv(variable, raising=False)
+    return configs
+
+
+def test_defaults_are_those_of_the_dataclass(served: list[ReplicaConfig]) -> None:
+    assert cli.main(["serve", "some/model"]) == 0
+    assert served == [ReplicaConfig(model=Path("some/model"))]
+
+
+def test_options_have_the_types_of_their_fields_and_proxy_url_repeats(served: list[ReplicaConfig]) -> None:
+    arguments = "serve m --port 0 --kv-cache-gb 1.5 --proxy-url http://a:1 --proxy-url http://b:2 --dtype float32"
+    assert cli.main(arguments.split()) == 0
+    assert served == [
+        ReplicaConfig(
+            model=Path("m"), port=0, kv_cache_gb=1.5, proxy_urls=("http://a:1", "http://b:2"), dtype="float32"
+        )
+    ]
+
+
+def test_secrets_come_from_the_environment_unless_given(
+    served: list[ReplicaConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_API_KEY", "from-environment")
+    monkeypatch.setenv("LOCKSTEP_PROXY_TOKEN", "token")
+    cli.main(["serve", "m"])
+    cli.main(["serve", "m", "--api-key", "given"])
+    assert [(config.api_key, config.proxy_token) for config in served] == [
+        ("from-environment", "token"),
+        ("given", "token"),
+    ]
+    assert "given" not in repr(served[1]) and "token'" not in repr(served[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "required: COMMAND"),
+        ("serve", "required: MODEL"),
+        ("serve m --nope", "unrecognized arguments: --nope"),
+        ("serve m --port many", "invalid int value: 'many'"),
+        ("serve m --port 70000", "--port is 70000, must be 0 to 65535"),
+        ("serve m --max-num-seqs 0", "--max-num-seqs is 0, must be at least 1"),
+        ("serve m --drain-timeout-s nan", "--drain-timeout-s is nan"),
+        ("serve m --dtype int8", "--dtype is 'int8', must be one of auto"),
+        ("serve m --proxy-url proxy:8000", "'proxy:8000' is not a URL"),
+        ("serve m --max-num 3", "unrecognized arguments: --max-num 3"),
+    ],
+)
+def test_a_bad_argument_is_code_2_and_one_line(
+    served: list[ReplicaConfig], capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    assert cli.main(arguments.split()) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    assert output.err.startswith("replica") and message in output.err
+    assert served == []
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for field in fields(ReplicaConfig):
+        assert field.metadata["help"].split()[0] in shown
+    assert "--proxy-url URL" in shown and "--max-num-seqs" in shown
+
+
+def test_settings_survive_the_way_to_an_engine() -> None:
+    config = ReplicaConfig(model=Path("m"), proxy_urls=("http://a",), api_key="k", kv_cache_gb=0.5, port=0)
+    assert ReplicaConfig.from_json(config.to_json()) == config
+    assert "\n" not in config.to_json()
