@@ -9,10 +9,11 @@ TRAINING := deploy/models/tiny-moe/training
 
 # Its default differs between releases of Triton.
 export TRITON_DEFAULT_FP_FUSION := 1
-# Two threads that contend for one core cost more than the second one brings; tests start several processes.
-TEST := OMP_NUM_THREADS=1 $(BIN)/pytest
+# Tests start several processes, and two threads that contend for one core cost more than the second one brings.
+TEST := OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/pytest
 
-.PHONY: setup serve test check format lint types unit protocol kernels aot faults e2e
+.PHONY: setup serve test check format lint types unit protocol kernels aot faults e2e bench
+.NOTPARALLEL:
 
 setup: $(SETUP)
 
@@ -59,3 +60,7 @@ faults: setup
 
 e2e: setup
 	$(TEST) -s tests/e2e
+
+# Last line: JSON.
+bench: setup
+	$(BIN)/python tests/bench/lockstep.py

@@ -43,6 +43,7 @@ from typing import Final
 from coordinator.errors import JoinRefused
 from coordinator.messages import (
     BEAT_INTERVAL_S,
+    MAX_BLOBS_BYTES,
     STOP,
     Arrive,
     Beat,
@@ -238,6 +239,8 @@ class Clock:
     def _ready(self, member: _Member, ready: Ready, now_s: float) -> tuple[ClockMessage, ...]:
         if self.phase is not Phase.FORMING or member.blob is not None:
             return self._fail(f"{member.name} was ready while the group is {self.phase}")
+        if len(ready.blob) > (limit := MAX_BLOBS_BYTES // self.settings.size):
+            return self._fail(f"{member.name} has a blob of {len(ready.blob)} bytes, limit is {limit}")
         member.blob = ready.blob
         blobs = tuple(m.blob for m in self._members.values() if m.blob is not None)
         if len(blobs) < self.settings.size:

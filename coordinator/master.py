@@ -39,6 +39,7 @@ ACCEPTS_PER_TURN: Final = 16
 BACKLOG: Final = 1024
 HANDSHAKE_S: Final = 2.0
 STRANGER_LOG_S: Final = 10.0
+CLOSE_S: Final = 0.02  # some turns of the loop, in which connections end, also those that were just being accepted
 
 
 class Master:
@@ -51,6 +52,7 @@ class Master:
         self._strangers: dict[_Connection, None] = {}  # oldest first
         self._members: dict[int, _Connection] = {}  # by dp rank
         self._ended = asyncio.Event()
+        self._is_closed = False
         self._num_dropped = 0  # strangers since the last log line
         self._stranger_logged_s = -STRANGER_LOG_S
 
@@ -83,16 +85,20 @@ class Master:
         """Drops every connection and frees the port."""
         if self._server is not None:
             self._server.close()
+        self._is_closed = True
         for connection in [*self._strangers, *self._members.values()]:
             connection.transport.close()
         self._strangers.clear()
         self._members.clear()
-        await asyncio.sleep(0)  # the loop closes the sockets in its next turn
+        await asyncio.sleep(CLOSE_S)
 
     # What connections report
 
     def on_connected(self, connection: _Connection) -> None:
         """A connection has come; nothing is known of it yet."""
+        if self._is_closed:
+            connection.transport.close()
+            return
         self._strangers[connection] = None
         if len(self._strangers) > MAX_STRANGERS:
             self.drop_stranger(next(iter(self._strangers)), f"more than {MAX_STRANGERS} connections without a Hello")
@@ -120,17 +126,17 @@ class Master:
         connection.send(encode(accept(message, self._secret)))
         self._send(outputs)
 
-    def on_message(self, dp_rank: int, message: Message) -> None:
+    def on_message(self, connection: _Connection, dp_rank: int, message: Message) -> None:
         """A member's message has come."""
-        if not isinstance(message, MemberMessage):
-            self.on_member_lost(dp_rank, f"it sent a {type(message).__name__}")
-            return
-        self._send(self.clock.receive(dp_rank, message, time.monotonic()))
+        if isinstance(message, MemberMessage):
+            self._send(self.clock.receive(dp_rank, message, time.monotonic()))
+        else:
+            self.on_member_lost(connection, dp_rank, f"it sent a {type(message).__name__}")
 
-    def on_member_lost(self, dp_rank: int, why: str) -> None:
-        """A member's connection has ended, or must."""
-        connection = self._members.pop(dp_rank, None)
-        if connection is not None:
+    def on_member_lost(self, connection: _Connection, dp_rank: int, why: str) -> None:
+        """A member's connection has ended, or must. Its rank may be another's by now."""
+        if self._members.get(dp_rank) is connection:
+            del self._members[dp_rank]
             connection.transport.close()
             self._send(self.clock.lost(dp_rank, why))
 
@@ -211,7 +217,7 @@ class _Connection(asyncio.Protocol):
                 if self._dp_rank is None:
                     self._master.on_first_message(self, message)
                 else:
-                    self._master.on_message(self._dp_rank, message)
+                    self._master.on_message(self, self._dp_rank, message)
         except ProtocolError as err:
             self._end(str(err))
 
@@ -222,4 +228,4 @@ class _Connection(asyncio.Protocol):
         if self._dp_rank is None:
             self._master.drop_stranger(self, why)
         else:
-            self._master.on_member_lost(self._dp_rank, why)
+            self._master.on_member_lost(self, self._dp_rank, why)

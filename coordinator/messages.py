@@ -31,7 +31,8 @@ from coordinator.errors import ProtocolError
 PROTOCOL_VERSION: Final = 1
 HEADER: Final = struct.Struct(">I")
 MAX_HELLO_BYTES: Final = 16 * 1024  # of a frame from a peer that has not proved itself
-MAX_FRAME_BYTES: Final = 1024 * 1024
+MAX_FRAME_BYTES: Final = 4 * 1024 * 1024
+MAX_BLOBS_BYTES: Final = MAX_FRAME_BYTES // 2  # of all members' blobs together
 MAX_INT: Final = 2**63 - 1
 BEAT_INTERVAL_S: Final = 0.25
 

@@ -67,10 +67,11 @@ class Command:
             await self._pass_log_on(process)
             code = await process.wait()
         finally:
-            await _stop(process, stop_timeout_s)
+            await self._stop(process, stop_timeout_s)
         raise DemoFailed(f"{self.name} ended by itself with exit code {code}; its last lines are above")
 
     async def _pass_log_on(self, process: asyncio.subprocess.Process) -> None:
+        """Prints the log until its end, which is that of the process and all of its children."""
         assert process.stdout is not None
         async for raw in process.stdout:
             line = raw.decode(errors="replace").rstrip()
@@ -79,17 +80,18 @@ class Command:
             if found and not self.url.done():
                 self.url.set_result(found[1])
 
-
-async def _stop(process: asyncio.subprocess.Process, timeout_s: float) -> None:
-    """Ends a process that may have ended already, and waits for it."""
-    with contextlib.suppress(ProcessLookupError):  # it ended between the last look and the signal
-        process.terminate()
-    try:
-        # communicate() also empties the pipe, which a process that logs while it stops could block on.
-        await asyncio.wait_for(process.communicate(), timeout_s)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+    async def _stop(self, process: asyncio.subprocess.Process, timeout_s: float) -> None:
+        """Ends a process, which may have ended already, and waits for it."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            process.terminate()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._pass_log_on(process)
+                await process.wait()
+        except TimeoutError:
+            print(f"{self.name} did not stop within {timeout_s:g} s and is killed", file=sys.stderr)
+            process.kill()
+            await process.wait()
 
 
 async def raise_on_signal() -> None:

@@ -48,20 +48,20 @@ _ATTENTION_PREFILL: Final[Rows] = ((ANY, Tile(128, 64, 0, 8, 3)),)
 
 # Grouped products. With 128 experts and 8 a token, 256 tokens are 16 rows an expert. Both products of a layer share
 # the tile list, so a bucket's block_m must be equal in the two.
-_SMALL_GATE_UP: Final = Tile(16, 64, 128, 4, 3)
-_SMALL_DOWN: Final = Tile(16, 128, 64, 4, 4)
 _GATE_UP: Final[Rows] = (
-    (256, _SMALL_GATE_UP),
+    (256, Tile(16, 64, 128, 4, 3)),
     (2048, Tile(64, 128, 64, 8, 3)),
     (ANY, Tile(128, 128, 64, 8, 3, is_persistent=True)),
 )
 _DOWN: Final[Rows] = (
-    (256, _SMALL_DOWN),
+    (256, Tile(16, 128, 64, 4, 4)),
     (2048, Tile(64, 128, 64, 4, 3)),
     (ANY, Tile(128, 128, 64, 8, 3, is_persistent=True)),
 )
-_SWAPPED_GATE_UP: Final[Rows] = ((256, Tile(16, 64, 128, 4, 4, is_swapped=True)), *_GATE_UP[1:])
-_SWAPPED_DOWN: Final[Rows] = ((256, Tile(16, 128, 64, 4, 4, is_swapped=True)), *_DOWN[1:])
+# sm_80 keeps accumulators in few registers: two of 128 x 128 would spill.
+_SM80_GATE_UP: Final[Rows] = (*_GATE_UP[:2], (ANY, Tile(128, 64, 64, 8, 3, is_persistent=True)))
+_SM90_GATE_UP: Final[Rows] = ((256, Tile(16, 64, 128, 4, 4, is_swapped=True)), *_GATE_UP[1:])
+_SM90_DOWN: Final[Rows] = ((256, Tile(16, 128, 64, 4, 4, is_swapped=True)), *_DOWN[1:])
 _AMD_GATE_UP: Final[Rows] = (
     (256, Tile(16, 64, 64, 4, 2)),
     (2048, Tile(64, 64, 64, 4, 2)),
@@ -74,27 +74,18 @@ _AMD_DOWN: Final[Rows] = (
 )
 
 # FP8: a scale belongs to 128 rows and columns, so block_k is 128; the gate-up epilogue quantises groups of 128 columns,
-# so its block_n is 128 as well.
-_FP8_GATE_UP: Final[Rows] = (
-    (256, Tile(16, 128, 128, 8, 3)),
-    (2048, Tile(64, 128, 128, 8, 3)),
-    (ANY, Tile(64, 128, 128, 8, 3, is_persistent=True)),
-)
-_FP8_DOWN: Final[Rows] = (
-    (256, Tile(16, 128, 128, 4, 3)),
-    (2048, Tile(64, 128, 128, 8, 3)),
-    (ANY, Tile(64, 128, 128, 8, 3, is_persistent=True)),
-)
-_FP8_SWAPPED_GATE_UP: Final[Rows] = ((256, Tile(16, 128, 128, 4, 3, is_swapped=True)), *_FP8_GATE_UP[1:])
-_FP8_SWAPPED_DOWN: Final[Rows] = ((256, Tile(16, 128, 128, 4, 4, is_swapped=True)), *_FP8_DOWN[1:])
+# so its block_n is 128 as well, and with two accumulators block_m is at most 64.
+_FP8_LARGE: Final = (ANY, Tile(64, 128, 128, 8, 3, is_persistent=True))
+_FP8_GATE_UP: Final[Rows] = ((256, Tile(16, 128, 128, 8, 3)), _FP8_LARGE)
+_FP8_DOWN: Final[Rows] = ((256, Tile(16, 128, 128, 4, 3)), (ANY, Tile(64, 128, 128, 4, 3, is_persistent=True)))
+_SM90_FP8_GATE_UP: Final[Rows] = ((256, Tile(16, 128, 128, 4, 3, is_swapped=True)), _FP8_LARGE)
+_SM90_FP8_DOWN: Final[Rows] = ((256, Tile(16, 128, 128, 4, 4, is_swapped=True)), _FP8_LARGE)
 _AMD_FP8_GATE_UP: Final[Rows] = (
     (256, Tile(16, 128, 128, 4, 1)),
-    (2048, Tile(64, 128, 128, 8, 1)),
     (ANY, Tile(64, 128, 128, 8, 1, is_persistent=True)),
 )
 _AMD_FP8_DOWN: Final[Rows] = (
     (256, Tile(16, 128, 128, 4, 2)),
-    (2048, Tile(64, 128, 128, 8, 2)),
     (ANY, Tile(64, 128, 128, 8, 2, is_persistent=True)),
 )
 
@@ -111,31 +102,11 @@ DEFAULTS: Final[dict[str, dict[str, Rows]]] = {
         "sm_100": _ATTENTION_PREFILL,
         "gfx942": ((ANY, Tile(128, 64, 0, 4, 1)),),
     },
-    "moe_gate_up": {
-        "sm_80": _GATE_UP,
-        "sm_90": _SWAPPED_GATE_UP,
-        "sm_100": _GATE_UP,
-        "gfx942": _AMD_GATE_UP,
-    },
-    "moe_down": {"sm_80": _DOWN, "sm_90": _SWAPPED_DOWN, "sm_100": _DOWN, "gfx942": _AMD_DOWN},
-    "moe_gate_up_fp8": {
-        "sm_80": _FP8_GATE_UP,
-        "sm_90": _FP8_SWAPPED_GATE_UP,
-        "sm_100": _FP8_GATE_UP,
-        "gfx942": _AMD_FP8_GATE_UP,
-    },
-    "moe_down_fp8": {
-        "sm_80": _FP8_DOWN,
-        "sm_90": _FP8_SWAPPED_DOWN,
-        "sm_100": _FP8_DOWN,
-        "gfx942": _AMD_FP8_DOWN,
-    },
-    "linear_fp8": {
-        "sm_80": _FP8_DOWN,
-        "sm_90": _FP8_SWAPPED_DOWN,
-        "sm_100": _FP8_DOWN,
-        "gfx942": _AMD_FP8_DOWN,
-    },
+    "moe_gate_up": {"sm_80": _SM80_GATE_UP, "sm_90": _SM90_GATE_UP, "sm_100": _GATE_UP, "gfx942": _AMD_GATE_UP},
+    "moe_down": {"sm_80": _DOWN, "sm_90": _SM90_DOWN, "sm_100": _DOWN, "gfx942": _AMD_DOWN},
+    "moe_gate_up_fp8": {"sm_90": _SM90_FP8_GATE_UP, "sm_100": _FP8_GATE_UP, "gfx942": _AMD_FP8_GATE_UP},
+    "moe_down_fp8": {"sm_90": _SM90_FP8_DOWN, "sm_100": _FP8_DOWN, "gfx942": _AMD_FP8_DOWN},
+    "linear_fp8": {"sm_90": _SM90_FP8_DOWN, "sm_100": _FP8_DOWN, "gfx942": _AMD_FP8_DOWN},
 }
 
 # (kernel, arch, shape) -> rows that a GPU has measured. `tune.py` writes between the two marks.

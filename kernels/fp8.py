@@ -71,7 +71,7 @@ def quantize_fp8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = padded.view(T, num_groups, FP8_GROUP)
     scale = (groups.abs().amax(dim=-1) / FP8_MAX).clamp(min=_LEAST_SCALE)  # [T, groups]
     y = (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return y.view(T, -1)[:, :H].contiguous(), scale
+    return y.view(T, num_groups * FP8_GROUP)[:, :H].contiguous(), scale
 
 
 @triton.jit

@@ -236,7 +236,7 @@ def _case(name: str, num_heads: int, num_kv_heads: int, cache: str) -> AotCase:
         signature={
             **dict.fromkeys(bf16, "*bf16"),
             **dict.fromkeys(float32, "*fp32"),
-            **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
+            **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i32"),
             **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache),
             **{f"stride_{name}": "i32" for name in strides},
             "eps": "fp32",

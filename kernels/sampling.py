@@ -67,7 +67,7 @@ def _threshold(row_ptr, V, peak, temperature, floor, target, BY_MASS: tl.constex
             weight = tl.exp((x - peak) / temperature) if BY_MASS else tl.full([BLOCK_V], 1.0, tl.float32)
             weight = tl.where((offs_v < V) & (keys >= floor), weight, 0.0)
             reached += tl.sum(tl.where(keys[None, :] >= bounds[:, None], weight[None, :], 0.0), axis=1).to(tl.float64)
-        digit = tl.max(tl.where(reached >= target, tl.arange(0, 16), 0), axis=0)
+        digit = tl.max(tl.where((reached >= target) & (reached > 0), tl.arange(0, 16), 0), axis=0)
         key += digit.to(tl.uint32) << shift
     return key
 

@@ -113,8 +113,8 @@ class RandomGroup:
     def __init__(self, clock_class: type[Clock], seed: int) -> None:
         self.random = random.Random(seed)
         self.size = self.random.choice([1, 2, 2, 3, 4, 8])
-        limits = {"progress_deadline_s": 1e6, "startup_deadline_s": 1e6, "prefill_delay_s": 0.05}
-        self.group = Group(clock_class, size=self.size, **limits)
+        no_deadlines: dict[str, Any] = {"progress_deadline_s": 1e6, "startup_deadline_s": 1e6}
+        self.group = Group(clock_class, size=self.size, prefill_delay_s=0.05, **no_deadlines)
         self.clock = self.group.clock
         self.members = [_Member() for _ in range(self.size)]
         self.account = [_Standing() for _ in range(self.size)]

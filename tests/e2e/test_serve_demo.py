@@ -18,6 +18,8 @@ def test_the_demo_answers_and_ctrl_c_leaves_nothing_behind(commands: Commands) -
 
     demo.process.send_signal(signal.SIGINT)
     assert demo.process.wait(timeout=STOP_TIMEOUT_S) == 0
+    assert len([line for line in demo.log().splitlines() if "replica stopped" in line]) == 2
+    assert "did not stop" not in demo.log()
     demo.assert_gone()
     assert not is_listening(url)
 

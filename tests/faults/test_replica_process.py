@@ -30,11 +30,17 @@ def start_replica(commands: Commands, *options: str) -> Command:
     return replica
 
 
+def pid_of(replica: Command, part: str) -> int:
+    """The replica's one `engine` or `worker`."""
+    (pid,) = replica.pids_of(f"replica.{part}")
+    return pid
+
+
 class Stream(threading.Thread):
     """A client that asks for a long answer and reads it, event by event, to its end."""
 
     def __init__(self, url: str, *, max_tokens: int = LONG_ANSWER) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self.url, self.max_tokens = url, max_tokens
         self.events: list[dict[str, object]] = []
         self.is_done = False  # the closing [DONE] came
@@ -60,15 +66,13 @@ class Stream(threading.Thread):
 
 @contextmanager
 def streaming(url: str, *, max_tokens: int = LONG_ANSWER) -> Iterator[Stream]:
-    """A stream whose first tokens have come. It has ended, somehow, on the way out."""
+    """A stream whose first tokens have come. When the block is left, it has ended, somehow."""
     stream = Stream(url, max_tokens=max_tokens)
     stream.start()
-    try:
-        wait_until(lambda: len(stream.events) > 3, "the stream's first events")
-        yield stream
-    finally:
-        stream.join(timeout=60)
-        assert not stream.is_alive(), "the stream has no end"
+    wait_until(lambda: len(stream.events) > 3, "the stream's first events")
+    yield stream
+    stream.join(timeout=60)
+    assert not stream.is_alive(), "the stream has no end"
 
 
 def health(url: str) -> int:
@@ -95,7 +99,7 @@ def cpu_s(pid: int) -> float:
 def test_a_killed_worker_fails_its_requests_and_the_replica_comes_back(commands: Commands) -> None:
     replica = start_replica(commands)
     with streaming(replica.url) as stream:
-        replica.kill(replica.pid_of("replica.worker"))
+        replica.kill(pid_of(replica, "worker"))
     assert not stream.is_done
     assert "SIGKILL" in str(stream.errors)
     wait_until(lambda: num_lives(replica) == 2, "the second life")
@@ -105,7 +109,7 @@ def test_a_killed_worker_fails_its_requests_and_the_replica_comes_back(commands:
 
 def test_a_worker_killed_while_nothing_runs_is_replaced_too(commands: Commands) -> None:
     replica = start_replica(commands)
-    replica.kill(replica.pid_of("replica.worker"))
+    replica.kill(pid_of(replica, "worker"))
     wait_until(lambda: health(replica.url) != 200, "the loss to be noticed", 2)
     wait_until(lambda: num_lives(replica) == 2, "the second life")
 
@@ -113,7 +117,7 @@ def test_a_worker_killed_while_nothing_runs_is_replaced_too(commands: Commands) 
 def test_a_frozen_worker_turns_health_bad_and_is_replaced(commands: Commands) -> None:
     replica = start_replica(commands, "--progress-deadline-s", "1")
     with streaming(replica.url) as stream:
-        worker = replica.pid_of("replica.worker")
+        worker = pid_of(replica, "worker")
         os.kill(worker, signal.SIGSTOP)
         assert wait_until(lambda: health(replica.url) == 503, "bad health") < 2
         assert not stream.errors
@@ -125,8 +129,8 @@ def test_a_frozen_worker_turns_health_bad_and_is_replaced(commands: Commands) ->
 
 def test_a_killed_engine_leaves_no_worker_and_is_restarted(commands: Commands) -> None:
     replica = start_replica(commands)
-    worker = replica.pid_of("replica.worker")
-    replica.kill(replica.pid_of("replica.engine"))
+    worker = pid_of(replica, "worker")
+    replica.kill(pid_of(replica, "engine"))
     wait_until(lambda: worker not in replica.pids(), "the end of the worker", 1)
     wait_until(lambda: num_lives(replica) == 2, "the second life")
     assert ask(replica.url).status_code == 200
@@ -202,7 +206,7 @@ def test_a_quiet_replica_uses_no_cpu_no_torch_in_its_engine_and_shows_no_secret(
         replica = start_replica(commands)
     finally:
         del os.environ["LOCKSTEP_API_KEY"]
-    engine, worker = replica.pid_of("replica.engine"), replica.pid_of("replica.worker")
+    engine, worker = pid_of(replica, "engine"), pid_of(replica, "worker")
     assert "libtorch" not in Path(f"/proc/{engine}/maps").read_text()
     assert "libtorch" in Path(f"/proc/{worker}/maps").read_text()
     assert ask(replica.url).status_code == 401  # so the key did arrive
@@ -210,7 +214,7 @@ def test_a_quiet_replica_uses_no_cpu_no_torch_in_its_engine_and_shows_no_secret(
         assert b"a-secret-key" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     before_s = {pid: cpu_s(pid) for pid in replica.pids()}
     time.sleep(2)
-    assert {pid: cpu_s(pid) - before_s[pid] for pid in before_s} == dict.fromkeys(before_s, 0.0)
+    assert all(cpu_s(pid) - before_s[pid] < 0.02 for pid in before_s)  # of 2 s: under a hundredth of a core
 
 
 def assert_refused(commands: Commands, message: str, *arguments: str, within_s: float) -> None:

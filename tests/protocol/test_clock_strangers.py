@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import subprocess
 import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -75,8 +75,8 @@ sys.stdin.read()
 @asynccontextmanager
 async def flood(port: int) -> AsyncIterator[asyncio.Future[list[bytes]]]:
     """A thousand connections from two processes, which have their own file descriptors. Yields when all are held."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    processes = [await asyncio.create_subprocess_exec(sys.executable, "-c", FLOOD, str(port), **pipes) for _ in "ab"]
+    command = (sys.executable, "-c", FLOOD, str(port))
+    processes = [await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE) for _ in "ab"]
     try:
         yield asyncio.gather(*(process.stdout.readline() for process in processes if process.stdout))
     finally:

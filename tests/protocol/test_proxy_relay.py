@@ -244,10 +244,10 @@ async def test_a_cut_event_stream_ends_with_all_that_came_an_error_event_and_no_
         error = json.loads(last_event.removeprefix(b"data: "))["error"]
         assert error["code"] == "upstream_failed" and error["message"] and b"[DONE]" not in text
         assert len(replica.received) == 1
-        # The client's connection goes on: its next request, at once, is not sent into a close.
+        await asyncio.sleep(0.1)  # the client's connection stays open: its next request is not sent into a close
+        (((idle, _),),) = proxy.client.connector._conns.values()  # type: ignore[union-attr]
+        assert idle.is_connected()
         assert await proxy.metric('lockstep_proxy_upstream_failures_total{reason="cut"}') == 1
-        connections = proxy.client.connector._conns  # type: ignore[union-attr]
-        assert sum(map(len, connections.values())) == 1
 
 
 async def test_what_came_before_a_cut_is_delivered_to_a_slow_reader_too() -> None:
@@ -266,11 +266,14 @@ async def test_what_came_before_a_cut_is_delivered_to_a_slow_reader_too() -> Non
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
         sock.connect(address_of(proxy))
         sock.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=sock, limit=2**20)
+        reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
         writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: p\r\nContent-Length: 15\r\n\r\n{"stream":true}')
         await asyncio.wait_for(is_cut.wait(), 10)
         await asyncio.sleep(0.2)
-        text = await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 10)
+        text = b""
+        async with asyncio.timeout(10):
+            while not text.endswith(b"\r\n0\r\n\r\n"):
+                text += await reader.read(4096)
         writer.close()
     body = dechunked(text.partition(b"\r\n\r\n")[2])
     assert body.startswith(b"".join(events))

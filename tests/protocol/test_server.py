@@ -304,7 +304,7 @@ async def test_api_key_guards_openais_routes_alone(session: ClientSession) -> No
     config = dataclasses.replace(CONFIG, api_key="s\N{LATIN SMALL LETTER E WITH ACUTE}cret")
     async with replica(FakeLoop(), config=config) as url:
         for header in (None, "Bearer wrong", "Basic secret", "Bearer", "\udcff"):
-            headers = {} if header is None else {"Authorization": header}
+            headers: dict[str, str] = {} if header is None else {"Authorization": header}
             async with session.get(url + "/v1/models", headers=headers) as response:
                 assert response.status == 401
                 assert (await response.json())["error"]["code"] == "invalid_api_key"
@@ -501,6 +501,20 @@ async def test_step_that_fails_in_mid_stream_ends_it_with_an_error_and_without_d
         events = await asking
     assert events[-1] == {"error": {"message": "the worker died", "type": "server_error", "param": None, "code": None}}
     assert events[-2]["choices"][0]["delta"]["content"]
+
+
+async def test_stream_that_failed_closes_its_connection() -> None:
+    loop = FakeLoop("abcdefgh")
+    async with (
+        replica(loop, steps=False) as url,
+        raw_client(url, raw_request({**BODY, "stream": True})) as (reader, _),
+    ):
+        await loop.until(lambda: bool(loop.running))
+        loop.step()
+        await asyncio.sleep(0.05)
+        loop.end(loop.running[0], FinishReason.ERROR, "the worker died")
+        received = await asyncio.wait_for(reader.read(), 5)  # to the end of the connection
+    assert b'"the worker died"' in received and b"[DONE]" not in received
 
 
 async def test_request_that_the_replica_aborts_is_a_503(session: ClientSession) -> None:

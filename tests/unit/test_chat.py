@@ -20,7 +20,11 @@ SOURCES: Final = {
     "qwen3": (TEMPLATES / "qwen3_style.jinja").read_text(),
     "features": (TEMPLATES / "every_feature.jinja").read_text(),
 }
-SPECIAL_TOKENS: Final = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+SPECIAL_TOKENS: Final[dict[str, Any]] = {
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+}
 MAX_CHARS: Final = 100_000
 WEATHER: Final[dict[str, Any]] = {
     "type": "function",

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.clock import MAX_LEAD, Clock, Phase
 from coordinator.errors import JoinRefused
-from coordinator.messages import STOP, Failed, Fault, Go, Ready, Release, Welcome
+from coordinator.messages import MAX_BLOBS_BYTES, STOP, Failed, Fault, Go, Ready, Release, Welcome
 from tests.clock_driver import CONFIG, Group, make_hello
 
 
@@ -76,6 +76,17 @@ def test_who_is_missing_at_the_startup_deadline_is_named(clock_class: type[Clock
     assert group.pass_time(59.0) is None
     reason = reason_of(group.pass_time(2.0))
     assert "within 60 s: dp_rank 0 has not joined, dp_rank 2 was refused: tp is 8, the group's is 4" in reason
+
+
+def test_a_blob_that_would_not_fit_into_the_go_names_its_member() -> None:
+    group = Group(is_started=False)
+    for rank in range(3):
+        group.clock.hello(make_hello(rank), group.now_s)
+    limit = MAX_BLOBS_BYTES // 3
+    assert group.send(0, Ready(epoch=0, blob=bytes(limit))) is None
+    assert f"member 1 (r1) has a blob of {limit + 1} bytes" in reason_of(
+        group.send(1, Ready(epoch=0, blob=bytes(limit + 1)))
+    )
 
 
 def test_who_is_not_ready_at_the_startup_deadline_is_named() -> None:
