@@ -12,7 +12,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 # Tests start several processes, and two threads that contend for one core cost more than the second one brings.
 TEST := OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/pytest
 
-.PHONY: setup serve test check format lint types unit protocol kernels aot faults e2e bench
+.PHONY: setup serve test check format lint types unit protocol kernels aot faults e2e gpu bench
 .NOTPARALLEL:
 
 setup: $(SETUP)
@@ -61,6 +61,9 @@ faults: setup
 e2e: setup
 	$(TEST) -s tests/e2e
 
-# Last line: JSON.
+# One line where there is no GPU; the last line is JSON, as the benches'.
+gpu: setup
+	$(BIN)/python -m tests.kernels.gpu_check
+
 bench: setup
 	$(BIN)/python tests/bench/lockstep.py

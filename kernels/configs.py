@@ -41,6 +41,7 @@ class Tile:
 
 
 Rows = tuple[tuple[int, Tile], ...]  # (largest number of tokens, tile), ascending
+Entry = tuple[str, str, tuple[int, ...]]  # kernel, arch, and the shape under which its launcher looks
 
 # Decode attention: block_n tokens of the cache at once. Prefill: block_m queries times heads, block_n tokens.
 _ATTENTION_DECODE: Final[Rows] = ((ANY, Tile(16, 64, 0, 4, 3)),)
@@ -109,16 +110,16 @@ DEFAULTS: Final[dict[str, dict[str, Rows]]] = {
     "linear_fp8": {"sm_90": _SM90_FP8_DOWN, "sm_100": _FP8_DOWN, "gfx942": _AMD_FP8_DOWN},
 }
 
-# (kernel, arch, shape) -> rows that a GPU has measured. `tune.py` writes between the two marks.
+# What a GPU has measured; more tokens than the last row has use DEFAULTS. `tune.py` writes between the two marks.
 # tuned: begin
-TUNED: Final[dict[tuple[str, str, tuple[int, ...]], Rows]] = {}
+TUNED: Final[dict[Entry, Rows]] = {}
 # tuned: end
 
 
 @functools.cache
 def pick(kernel: str, arch: str, shape: tuple[int, ...], bucket: int) -> Tile:
     """The tile for `bucket` tokens (a power of two: see `bucket_of`) of a problem of this shape."""
-    rows = TUNED.get((kernel, arch, shape)) or DEFAULTS[kernel][arch]
+    rows = (*TUNED.get((kernel, arch, shape), ()), *DEFAULTS[kernel][arch])
     return next(tile for most, tile in rows if bucket <= most)
 
 

@@ -56,7 +56,7 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     num_groups = triton.cdiv(H, FP8_GROUP)
     y = torch.empty((T, H), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((T, num_groups), dtype=torch.float32, device=x.device)
-    if T:
+    if y.numel():
         _quantize_kernel[(T, triton.cdiv(num_groups, _GROUP_TILE))](
             x, y, scale, x.stride(0), y.stride(0), scale.stride(0), H, GROUP=FP8_GROUP, TILE=_GROUP_TILE
         )
@@ -129,13 +129,13 @@ def _linear_fp8_kernel(
 def linear_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight [N, K] float8_e4m3fn, weight_scale [ceil(N / 128), ceil(K / 128)] float32 -> [T, N].
 
-    x is quantised here; the result has x's dtype.
+    x is quantised here; the result has x's dtype. Any size may be 0.
     """
     check_rows(x=x, weight=weight, weight_scale=weight_scale)
     T, K = x.shape
     N = weight.shape[0]
     y = torch.empty((T, N), dtype=x.dtype, device=x.device)
-    if T == 0:
+    if y.numel() == 0:
         return y
     quantized, x_scale = quantize_fp8(x)
     tile = configs.pick("linear_fp8", arch(x.device), (N, K), configs.bucket_of(T))

@@ -58,7 +58,7 @@ def _down_kernel(
         mask_n = offs_n < H
         x_ptrs = x_ptr + rows[:, None] * stride_xm + offs_k[None, :]
         w_ptrs = w_ptr + offset * H + offs_n[:, None] * width + offs_k[None, :]
-        w_scale_row = w_scale_ptr + offset // 128 * (H // 128) + n // 128 * (width // 128)
+        w_scale_row = w_scale_ptr + offset // 128 * ((H + 127) // 128) + n // 128 * (width // 128)
         if SWAP:
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         else:

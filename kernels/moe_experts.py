@@ -39,7 +39,7 @@ class ExpertWeights:
 
     Expert e owns rows 2 * offsets[e] to 2 * offsets[e + 1] of `gate_up`: F_e gate rows, then F_e up rows. Its
     [H, F_e] down matrix lies row-major in `down`, from H * offsets[e] on. With FP8 weights, one float32 scale belongs
-    to each 128 x 128 block; the scales lie as the weights do, with every size divided by 128, so H and the widths
+    to each 128 x 128 block; the scales lie as the weights do, with every size divided by 128, so the widths
     must be multiples of 128.
     """
 
@@ -47,15 +47,15 @@ class ExpertWeights:
     down: Tensor  # [H * F_total]
     offsets: Tensor  # [E + 1] int32: prefix sums of the widths, on the weights' device
     widths: tuple[int, ...]  # [E], the same on the host
-    gate_up_scale: Tensor | None = None  # [2 * F_total / 128, H / 128] float32
-    down_scale: Tensor | None = None  # [H / 128 * F_total / 128] float32
+    gate_up_scale: Tensor | None = None  # [2 * F_total / 128, ceil(H / 128)] float32
+    down_scale: Tensor | None = None  # [ceil(H / 128) * F_total / 128] float32
 
     def __post_init__(self) -> None:
         """Raises ValueError for FP8 weights that scales of 128 x 128 blocks cannot describe."""
         if self.gate_up_scale is not None:
-            odd = [size for size in (self.gate_up.shape[1], *self.widths) if size % FP8_GROUP]
+            odd = [width for width in self.widths if width % FP8_GROUP]
             if odd:
-                raise ValueError(f"FP8 experts have a size of {odd[0]}; H and widths must be multiples of {FP8_GROUP}")
+                raise ValueError(f"an FP8 expert has a width of {odd[0]}, which must be a multiple of {FP8_GROUP}")
 
 
 def moe_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, expert_ids: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def moe_experts_reference(x: Tensor, experts: ExpertWeights, weights: Tensor, ex
     for count, width in zip(counts, experts.widths, strict=True):
         if count and width:
             assigned = order[first : first + count]
-            parts[assigned] = _expert(x[assigned // top_k], experts, offset, width)
+            parts[assigned] = _expert(x[assigned // top_k], experts, offset, width).to(x.dtype)
         first, offset = first + count, offset + width
     weighted = parts.view(T, top_k, hidden).to(torch.float32) * weights.unsqueeze(-1)
     return weighted.sum(dim=1).to(x.dtype)
@@ -123,7 +123,7 @@ def _expert(rows: Tensor, experts: ExpertWeights, offset: int, width: int) -> Te
     down = experts.down[hidden * offset : hidden * (offset + width)].view(hidden, width)
     if experts.gate_up_scale is None or experts.down_scale is None:
         return torch.nn.functional.linear(swiglu_reference(torch.nn.functional.linear(rows, gate_up)), down)
-    blocks, first, last = hidden // FP8_GROUP, offset // FP8_GROUP, (offset + width) // FP8_GROUP
+    blocks, first, last = -(-hidden // FP8_GROUP), offset // FP8_GROUP, (offset + width) // FP8_GROUP
     gate_up = dequantize_blocks(gate_up, experts.gate_up_scale[2 * first : 2 * last])
     down = dequantize_blocks(down, experts.down_scale[blocks * first : blocks * last].view(blocks, last - first))
     rows = dequantize_groups(*quantize_fp8_reference(rows))

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
 
 from proxy.errors import ConfigError
+from proxy.routing import Routing
 
+_HEADER_NAME: Final = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+_NOT_NEGATIVE: Final = ("max_tokens", "max_replica_tokens", "max_waiting", "journal_kb", "drain_timeout_s")
 _POSITIVE: Final = (
     "max_body_mb",
+    "max_requests",
+    "max_replica_requests",
+    "queue_timeout_s",
     "connect_timeout_s",
     "first_byte_timeout_s",
     "between_bytes_timeout_s",
@@ -30,8 +37,23 @@ class ProxyConfig:
     port: int = 8000  # 0 picks a free port; the chosen one is logged
     backends: tuple[str, ...] = ()  # root URLs of other OpenAI-compatible servers, polled rather than joining
     api_key: str = field(default="", repr=False)  # "" means that clients need none
+    api_key_file: str = ""  # more keys, with names and limits of their own (keys.py)
     proxy_token: str = field(default="", repr=False)  # what replicas and operators show; "" on loopback only
 
+    tls_cert: str = ""  # PEM file; with it, clients and replicas speak TLS to this proxy
+    tls_key: str = ""  # PEM file
+    cors_origins: tuple[str, ...] = ()  # web pages of these origins may use this proxy; "*" is all
+    routing: str = Routing.LEAST_LOAD
+    session_header: str = "X-Session-Id"  # names a session, for --routing session
+    access_log: str = ""  # file that gets a line of JSON per inference request
+
+    max_requests: int = 16384  # under way at once
+    max_tokens: int = 0  # of the prompts under way, as their bytes / 4; 0 is no limit
+    max_replica_requests: int = 4096  # the same for each replica
+    max_replica_tokens: int = 0
+    max_waiting: int = 1024  # requests that wait for one of these limits, or for a group that reconfigures
+    queue_timeout_s: float = 30.0  # how long they wait at the most
+    journal_kb: int = 64  # KiB of a stream's sent events that are kept until it ends; 0 keeps none
     max_body_mb: float = 32.0  # MiB of one request's body
     connect_timeout_s: float = 2.0  # to a replica, name resolution included
     first_byte_timeout_s: float = (
@@ -49,8 +71,15 @@ class ProxyConfig:
         for name in _POSITIVE:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(f"{flag(name)} is {getattr(self, name)}, must be above 0")
-        if not (math.isfinite(self.drain_timeout_s) and self.drain_timeout_s >= 0):
-            raise ConfigError(f"--drain-timeout-s is {self.drain_timeout_s}, must not be negative")
+        for name in _NOT_NEGATIVE:
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigError(f"{flag(name)} is {getattr(self, name)}, must not be negative")
+        if self.routing not in set(Routing):
+            raise ConfigError(f"--routing is {self.routing!r}, must be one of {', '.join(Routing)}")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("--tls-cert and --tls-key go together; give both or none")
+        if not _HEADER_NAME.fullmatch(self.session_header):
+            raise ConfigError(f"--session-header is {self.session_header!r}, which is no header's name")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}, must be 0 to 65535")
         if not self.host:

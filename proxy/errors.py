@@ -3,14 +3,21 @@
 ProxyError
 ├── ConfigError                exit code 2 and one line; nothing was started
 ├── JoinRefused                the replica gets Refused with the reason, and the connection ends
+├── Malformed                  a body whose framing is broken; BadRequest or UpstreamFailed, by who sent it
 └── RequestError               OpenAI's error body
     ├── BadRequest             400, do not retry
     ├── Unauthorized           401
     ├── UnknownModel           404, code model_not_found: replicas are live, but none serves that model
     ├── BodyTooLarge           413
+    ├── ExpectationFailed      417: an Expect that is not 100-continue
+    ├── KeyOverLimit           429 with Retry-After: the API key's own limit
+    ├── HeadTooLarge           431
     ├── UpstreamFailed         502: the replica broke off; it may have done the work, so the proxy does not repeat it
-    │   └── ConnectFailed      never seen by a client: nothing was sent, so another replica is tried
-    ├── NoReplicaAvailable     503 with Retry-After
+    │   ├── ConnectFailed      never seen by a client: nothing was sent, so another replica is tried
+    │   ├── GarbledAnswer      what the replica sent is no HTTP
+    │   └── NotBegun           never seen by a client while another replica can be tried: this one did not begin it
+    ├── NoReplicaAvailable     503 with Retry-After: nobody is live
+    │   └── Overloaded         503 with Retry-After: the queue is full, or the wait in it was too long
     └── UpstreamTimeout        504: the replica accepted the request and then sent nothing for too long
 """
 
@@ -29,6 +36,10 @@ class ConfigError(ProxyError):
 
 class JoinRefused(ProxyError):
     """A Hello that cannot be accepted; the message goes to the replica."""
+
+
+class Malformed(ProxyError):
+    """The framing of a message's body is broken."""
 
 
 class RequestError(ProxyError):
@@ -81,6 +92,32 @@ class BodyTooLarge(RequestError):
     kind = "invalid_request_error"
 
 
+class ExpectationFailed(RequestError):
+    """The client expects what this proxy does not know."""
+
+    status = 417
+    kind = "invalid_request_error"
+
+
+class KeyOverLimit(RequestError):
+    """The API key has as much in flight as it may."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def headers(self) -> dict[str, str]:
+        """When to ask again."""
+        return {"Retry-After": "1"}
+
+
+class HeadTooLarge(RequestError):
+    """The request's head is over the limit."""
+
+    status = 431
+    kind = "invalid_request_error"
+
+
 class UpstreamFailed(RequestError):
     """The replica ended the connection before its answer began."""
 
@@ -93,6 +130,16 @@ class ConnectFailed(UpstreamFailed):
     """The replica never accepted the connection, so the request is safe to send elsewhere."""
 
     code = "connect_failed"
+
+
+class GarbledAnswer(UpstreamFailed):
+    """What the replica sent is no HTTP/1.1."""
+
+
+class NotBegun(UpstreamFailed):
+    """The replica said that it did not begin the request."""
+
+    code = "not_begun"
 
 
 class NoReplicaAvailable(RequestError):
@@ -109,6 +156,12 @@ class NoReplicaAvailable(RequestError):
     def headers(self) -> dict[str, str]:
         """When to ask again."""
         return {"Retry-After": str(self.retry_after_s)}
+
+
+class Overloaded(NoReplicaAvailable):
+    """Those who can serve the request have too much to do."""
+
+    code = "overloaded"
 
 
 class UpstreamTimeout(RequestError):

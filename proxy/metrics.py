@@ -84,7 +84,7 @@ class _ReplicaCollector(Collector):
         )
         for replica in known:
             in_flight.add_metric([replica.replica_id], replica.in_flight)
-            if replica.load is not None:
-                running.add_metric([replica.replica_id], replica.load.running)
-                waiting.add_metric([replica.replica_id], replica.load.waiting)
+            if replica.report is not None:
+                running.add_metric([replica.replica_id], replica.report.running)
+                waiting.add_metric([replica.replica_id], replica.report.waiting)
         yield from (in_flight, running, waiting)

@@ -15,7 +15,7 @@ answer is 401. Frames are binary.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, get_type_hints
 
 import msgpack
@@ -24,6 +24,7 @@ PROTOCOL_VERSION: Final = 1
 CONTROL_PATH: Final = "/nodes/control"
 MAX_FRAME_BYTES: Final = 64 * 1024
 REQUEST_ID_HEADER: Final = "X-Request-Id"
+NOT_BEGUN_HEADER: Final = "X-Not-Begun"  # on a 503: nothing of the request was done, so another replica may have it
 
 
 class ProtocolError(Exception):
@@ -74,6 +75,8 @@ class LoadReport:
     total_blocks: int
     step: int
     epoch: int
+    # Its group changes its members: no new requests for a moment. Replicas older than this field do not send it.
+    is_reconfiguring: bool = field(default=False, metadata={"may_lack": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +121,15 @@ def decode(frame: bytes) -> Message:
         raise ProtocolError(f"unknown message type {kind!r}")
     cls = _TYPES[kind]
     values: dict[str, Any] = {}
-    for field in fields(cls):
-        if field.name not in raw:
-            raise ProtocolError(f"{kind} lacks the field {field.name}")
-        value, wanted = raw[field.name], _FIELD_TYPES[cls][field.name]
+    for item in fields(cls):
+        if item.name not in raw:
+            if item.metadata.get("may_lack"):
+                continue
+            raise ProtocolError(f"{kind} lacks the field {item.name}")
+        value, wanted = raw[item.name], _FIELD_TYPES[cls][item.name]
         if wanted is float and type(value) is int:
             value = float(value)
         if type(value) is not wanted:
-            raise ProtocolError(f"{kind}.{field.name} is {type(value).__name__}, not {wanted.__name__}")
-        values[field.name] = value
+            raise ProtocolError(f"{kind}.{item.name} is {type(value).__name__}, not {wanted.__name__}")
+        values[item.name] = value
     return cls(**values)

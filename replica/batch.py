@@ -20,10 +20,27 @@ class Batch:
     """What one step computes: `num_new[i]` more tokens of `sequences[i]`. The first `num_decodes` sequences have
     history and one new token; the rest are prefill chunks. A sequence is sampled if the step reaches its last token."""
 
-    sequences: tuple[Sequence, ...]
-    num_new: tuple[int, ...]
-    is_sampled: tuple[bool, ...]
-    num_decodes: int
+    sequences: tuple[Sequence, ...] = ()
+    num_new: tuple[int, ...] = ()
+    is_sampled: tuple[bool, ...] = ()
+    num_decodes: int = 0
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of the sequences that decode."""
+        return self.num_decodes
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of prompts."""
+        return sum(self.num_new[self.num_decodes :])
+
+    def decodes(self) -> Batch:
+        """The batch without its prefill chunks."""
+        n = self.num_decodes
+        return Batch(
+            sequences=self.sequences[:n], num_new=self.num_new[:n], is_sampled=self.is_sampled[:n], num_decodes=n
+        )
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -68,8 +85,8 @@ class RowTable:
         self._free.append(sequence.row)
         sequence.row = -1
 
-    def step_input(self, batch: Batch, *, step: int) -> StepInput:
-        """The frame of a batch that was scheduled and is not committed yet."""
+    def step_input(self, batch: Batch, *, step: int, group_tokens: I32) -> StepInput:
+        """The frame of a batch that was scheduled and is not committed yet. `group_tokens`: see StepInput."""
         num_sequences = len(batch.sequences)
         rows = np.fromiter((s.row for s in batch.sequences), np.intp, num_sequences)
         starts = np.fromiter((s.num_computed for s in batch.sequences), np.int32, num_sequences)
@@ -103,6 +120,7 @@ class RowTable:
             seeds=self._seeds[sampled_rows],
             choices=self._choices[sampled_rows],
             output_indices=np.array([len(s.output_ids) for s in batch.sampled], np.int32),
+            group_tokens=group_tokens,
         )
 
 

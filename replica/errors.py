@@ -3,6 +3,8 @@
 ReplicaError
 ├── ConfigError            exit code 2 and one line; nothing was started
 │   └── CheckpointError    the same, for a missing, damaged or unsupported checkpoint
+├── PeerError              a rank cannot be connected with the others of its group: its process exits 1
+├── GroupLost              the group steps no more, or there is none to join: as WorkerFailed
 ├── WorkerFailed           a rank's process died, froze or raised: its requests end with 500, the process exits 1
 └── RequestError           OpenAI's error body; nothing else notices
     ├── BadRequest         400, do not retry
@@ -32,8 +34,20 @@ class CheckpointError(ConfigError):
     """The checkpoint is missing, damaged, or of a kind that is not supported."""
 
 
+class PeerError(ReplicaError):
+    """A rank cannot be connected with the others of its group."""
+
+
+class GroupLost(ReplicaError):
+    """The group steps no more, or could not be joined. The message names who is at fault."""
+
+
 class WorkerFailed(ReplicaError):
-    """A rank's process died, froze or raised."""
+    """A rank's process died, froze or raised. `was_killed`: by a signal, so the cause is here and not at a peer."""
+
+    def __init__(self, message: str, *, was_killed: bool = False) -> None:
+        super().__init__(message)
+        self.was_killed = was_killed
 
 
 class RequestError(ReplicaError):
@@ -108,3 +122,11 @@ class Unavailable(RequestError):
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+def first_error(errors: BaseExceptionGroup[Any]) -> BaseException:
+    """One of the errors of a group of tasks: they have one cause, seen by several of them."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -63,7 +63,7 @@ class Init:
     ep: int = 1
     peer_host: str = "127.0.0.1"  # this machine's address for the other ranks
     collective_timeout_s: float = 30.0  # the last resort against a peer that is gone: well above the deadlines
-    beat_fd: int = -1  # a file of one 64-bit count per local rank: collectives entered; -1: nobody asks
+    count_fd: int = -1  # a file of one 64-bit count per local rank: collectives entered; -1: nobody asks
 
     @property
     def layout(self) -> Layout:

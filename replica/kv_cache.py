@@ -1,4 +1,4 @@
-"""The paged keys and values of one rank."""
+"""The paged keys and values of one rank: of the KV heads that it has, of its replica's sequences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from replica.errors import ConfigError
-from replica.model_config import ModelConfig
+from replica.shards import Shards
 
 _GIB = 2**30
 
@@ -15,13 +15,14 @@ class KVCache:
     """For each layer, `keys[layer]` and `values[layer]` [num_blocks, block_size, num_kv_heads, D]."""
 
     def __init__(
-        self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, shards: Shards, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        _, num_kv_heads, _ = shards.num_heads
+        size = (num_blocks, block_size, num_kv_heads, shards.config.head_dim)
         # Zeros, not empty: on the CPU such pages take no memory until they are written, and a padded read is never NaN.
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        for _ in range(config.num_layers):
+        for _ in range(shards.config.num_layers):
             self.keys.append(torch.zeros(size, dtype=dtype, device=device))
             self.values.append(torch.zeros(size, dtype=dtype, device=device))
         self.num_blocks = num_blocks

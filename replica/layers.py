@@ -1,65 +1,71 @@
 """What the layers of a model are made of: weights of this rank and what is done with them.
 
-Sizes: T tokens, H hidden, E experts, K experts per token, F width on this rank, D head size, P positions.
+Sizes: T tokens, n of them owned by this rank, H hidden, K experts per token, F width on this rank, D head size,
+P positions, V vocabulary. A result that is called a part is this rank's part of a sum over the layer's group; see
+groups.py for how it becomes whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import kernels
+from replica.groups import Groups
+from replica.linears import load_linear
 from replica.model_config import RopeConfig, YarnConfig
 from replica.step_tensors import StepTensors
 from replica.weights import WeightReader
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """y = x W^T + b."""
+class Embedding:
+    """The rank's rows of the vocabulary."""
 
-    weight: Tensor  # [out, in]
-    bias: Tensor | None = None  # [out]
+    def __init__(self, weights: WeightReader, name: str) -> None:
+        self.weight = weights.tensor(name)  # [V of this rank, H]
+        self.first, self.last = weights.shards.vocab_rows
+        self.is_whole = self.last - self.first == weights.shards.config.vocab_size
 
-    @classmethod
-    def load(cls, weights: WeightReader, *names: str, has_bias: bool = False) -> Linear:
-        """The linears `names`, fused into one whose output is theirs side by side."""
-        bias = weights.stacked([f"{name}.bias" for name in names]) if has_bias else None
-        return cls(weights.stacked([f"{name}.weight" for name in names]), bias)
-
-    def __call__(self, x: Tensor) -> Tensor:  # [T, in] -> [T, out]
-        return torch.nn.functional.linear(x, self.weight, self.bias)
+    def __call__(self, token_ids: Tensor) -> Tensor:  # [T] -> [T, H], a part: zeros where another rank has the row
+        if self.is_whole:
+            return torch.nn.functional.embedding(token_ids, self.weight)
+        is_here = (token_ids >= self.first) & (token_ids < self.last)
+        rows = torch.where(is_here, token_ids - self.first, 0)
+        return torch.nn.functional.embedding(rows, self.weight) * is_here.unsqueeze(1)
 
 
 class DenseMlp:
     """SwiGLU between two linears."""
 
     def __init__(self, weights: WeightReader, prefix: str) -> None:
-        self.gate_up = Linear.load(weights, f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        self.down = Linear.load(weights, f"{prefix}.down_proj")
+        self.gate_up = load_linear(weights, f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        self.down = load_linear(weights, f"{prefix}.down_proj")
 
-    def __call__(self, x: Tensor) -> Tensor:  # [T, H] -> [T, H]
-        return self.down(kernels.swiglu(self.gate_up(x)))
+    def __call__(self, x: Tensor, step: StepTensors, groups: Groups) -> Tensor:  # [n, H] -> [n, H]
+        x = groups.mlp.all_gather(x, step.mlp_rows)  # [T of the group, H]
+        x = self.down(kernels.swiglu(self.gate_up(x)))  # [T of the group, H], a part
+        return groups.mlp.reduce_scatter(x, step.mlp_rows)
 
 
 class ExpertMlp:
     """A mixture of experts: each token goes through the K experts that its router chooses."""
 
-    def __init__(
-        self, weights: WeightReader, prefix: str, *, widths: Sequence[int], top_k: int, renormalize: bool
-    ) -> None:
-        self.top_k = top_k
-        self.renormalize = renormalize
-        self.router = Linear.load(weights, f"{prefix}.gate")
-        self.experts = weights.experts(f"{prefix}.experts", [[(0, width)] for width in widths])
+    def __init__(self, weights: WeightReader, prefix: str, layer: int) -> None:
+        self.top_k = weights.shards.config.num_experts_per_tok
+        self.renormalize = weights.shards.config.norm_topk_prob
+        self.router = load_linear(weights, f"{prefix}.gate")
+        self.experts = weights.experts(f"{prefix}.experts", layer)
 
-    def __call__(self, x: Tensor) -> Tensor:  # [T, H] -> [T, H]
-        weights, experts = kernels.route(self.router(x), self.top_k, self.renormalize)  # [T, K] float32, [T, K] int32
-        return kernels.moe_experts(x, self.experts, weights, experts)
+    def __call__(self, x: Tensor, step: StepTensors, groups: Groups) -> Tensor:  # [n, H] -> [n, H]
+        # Its owner routes a token: if each rank did, one that rounds otherwise could add parts of other experts.
+        weights, experts = kernels.route(self.router(x), self.top_k, self.renormalize)  # [n, K] float32, [n, K] int32
+        x, weights, experts = groups.moe.all_gather_packed(
+            (x, weights, experts), step.moe_rows
+        )  # [T of the group, ...]
+        x = kernels.moe_experts(x, self.experts, weights, experts)  # [T of the group, H], a part
+        return groups.moe.reduce_scatter(x, step.moe_rows)
 
 
 def paged_attention(q: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from replica.errors import CheckpointError
-from replica.quantization import SCALE_SUFFIX, Fp8Config, scale_shape
+from replica.quantization import FP8_BLOCK, SCALE_SUFFIX, Fp8Config, scale_shape
 
 MOE_ARCHITECTURE: Final = "Qwen3MoeForCausalLM"
 DENSE_ARCHITECTURE: Final = "Qwen3ForCausalLM"
@@ -69,20 +69,11 @@ class ModelConfig:
     quantization: Fp8Config | None = None
 
     @classmethod
-    def load(cls, folder: Path, *, allow_fp8: bool = False) -> ModelConfig:
-        """Reads `folder`/config.json. Raises CheckpointError, in one line, for whatever cannot be served.
-
-        FP8 checkpoints can be planned, not served yet: only `replica plan` allows them.
-        """
+    def load(cls, folder: Path) -> ModelConfig:
+        """Reads `folder`/config.json. Raises CheckpointError, in one line, for whatever cannot be served."""
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; the model must be a folder in Hugging Face format")
-        config = cls.from_fields(_Fields(folder / "config.json"))
-        if config.quantization is not None and not allow_fp8:
-            raise CheckpointError(
-                f"{folder / 'config.json'}: quantization_config says 'fp8'; quantised checkpoints, FP8 too, are not "
-                f"served yet: use one in {', '.join(DTYPE_BYTES)}"
-            )
-        return config
+        return cls.from_fields(_Fields(folder / "config.json"))
 
     @classmethod
     def from_fields(cls, fields: _Fields) -> ModelConfig:
@@ -344,3 +335,8 @@ def _check_ratios(config: ModelConfig, fields: _Fields) -> None:
     if config.num_experts_per_tok > config.num_experts:
         expected = f"at most num_experts ({config.num_experts})"
         raise fields.bad("num_experts_per_tok", config.num_experts_per_tok, expected)
+    if config.quantization is not None and config.num_experts:
+        # Experts lie in one ragged array, whose scales are found by place / 128 (kernels/moe_experts.py).
+        for name in ("hidden_size", "moe_intermediate_size"):
+            if getattr(config, name) % FP8_BLOCK:
+                raise fields.bad(name, getattr(config, name), f"a multiple of {FP8_BLOCK} in an FP8 mixture of experts")

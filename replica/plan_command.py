@@ -31,14 +31,12 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
     """Adds the degrees of a layout; one that is not given is None."""
     for name, text in _LAYOUT_OPTIONS.items():
         parser.add_argument(_flag(name), type=int, metavar="N", help=text)
-    nnodes_help = "machines, with as many replicas each (default 1)"
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help=nnodes_help)
 
 
-def layout_from(args: argparse.Namespace) -> Layout:
+def layout_from(args: argparse.Namespace, nnodes: int = 1) -> Layout:
     """The layout that the options ask for. Raises ConfigError, with the nearest valid choice."""
     given = {name: getattr(args, name) for name in _LAYOUT_OPTIONS if getattr(args, name) is not None}
-    return Layout.resolve(**given, nnodes=args.nnodes)
+    return Layout.resolve(**given, nnodes=nnodes)
 
 
 def add_plan_parser(commands: Any) -> None:
@@ -52,6 +50,8 @@ def add_plan_parser(commands: Any) -> None:
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a Hugging Face checkpoint")
     add_layout_options(parser)
+    nnodes_help = "machines, with as many replicas each (default 1)"
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help=nnodes_help)
     dtypes = ("auto", *DTYPE_BYTES)
     parser.add_argument("--dtype", default="auto", choices=dtypes, help="of what is not FP8 (auto: the checkpoint's)")
     for flag, kind, default, metavar, text in (
@@ -73,7 +73,7 @@ def add_plan_parser(commands: Any) -> None:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Prints the plan, or the suggestions, and returns 0. Raises ConfigError for what cannot be planned."""
-    config = ModelConfig.load(args.model, allow_fp8=True)
+    config = ModelConfig.load(args.model)
     checked = check_tensors(args.model, config)
     if not 0 < args.device_memory < 2**30:
         raise ConfigError(f"--device-memory is {args.device_memory}, must be above 0 GiB")
@@ -90,7 +90,7 @@ def run_plan(args: argparse.Namespace) -> int:
         suggestions = suggest(config, args.suggest, settings, args.nnodes)
         print(_suggestions_json(name, suggestions) if args.json else _suggestions_table(name, suggestions))
     else:
-        plan = make_plan(config, layout_from(args), settings)
+        plan = make_plan(config, layout_from(args, args.nnodes), settings)
         print(_plan_json(name, checked, plan, settings) if args.json else _plan_table(name, checked, plan, settings))
     return 0
 

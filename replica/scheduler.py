@@ -5,10 +5,13 @@ decodes, then spends what is left of the token budget on prompts, in chunks: fir
 ones, which are admitted in order and only if blocks for all their tokens are free. When a decoding sequence needs a
 block and none is free, the newest running sequence gives up all of its blocks and waits again, to be computed anew.
 
+A batch is scheduled before it is agreed with the group, and a release may then leave out its prefill chunks, or all of
+it (`start`). What is left out is scheduled again. An empty batch may be scheduled anew when work comes.
+
 Two facts carry the rest:
 - Every running sequence is older than every waiting one: admission takes the oldest that waits, preemption the newest
   that runs. So the oldest sequence is never preempted, and, since it fits the cache alone, it ends; nobody starves.
-- Between `schedule` and `commit` a forward writes the batch's blocks, so they are not freed before the commit.
+- Between `schedule` and `commit` a forward may write the batch's blocks, so they are not freed before the commit.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would compute anything, or one is in flight."""
-        return bool(self.running or self.waiting or self._in_flight)
+        """Whether a step would compute anything, or one in flight does."""
+        return bool(self.running or self.waiting or (self._in_flight and self._in_flight.sequences))
 
     @property
     def queued_prefill_tokens(self) -> int:
@@ -79,8 +82,8 @@ class Scheduler:
         return True
 
     def schedule(self) -> Batch:
-        """The next step's batch, which may be empty. It must be committed before the next call."""
-        assert self._in_flight is None, "the last batch is not committed"
+        """The next step's batch. Unless it is empty it must be committed before the next call."""
+        assert self._in_flight is None or not self._in_flight.sequences, "the last batch is not committed"
         self._make_room_for_decodes()
         decodes: list[Sequence] = []
         prefills: list[tuple[Sequence, int]] = []
@@ -99,10 +102,24 @@ class Scheduler:
         self._in_flight = _batch(decodes, prefills)
         return self._in_flight
 
-    def step_input(self, batch: Batch, *, step: int) -> StepInput:
-        """The worker's frame for a scheduled batch."""
+    def start(self, *, decode_tokens: int, prefill_tokens: int) -> Batch:
+        """What runs of the scheduled batch: all of it, its decodes, or nothing; the counts say which."""
+        batch = scheduled = self._in_flight
+        assert scheduled is not None and batch is not None
+        counts = (decode_tokens, prefill_tokens)
+        if counts != (scheduled.decode_tokens, scheduled.prefill_tokens):
+            batch = scheduled.decodes() if decode_tokens else Batch()
+            assert counts == (batch.decode_tokens, 0), "never scheduled"
+        self._in_flight = batch
+        for sequence in scheduled.sequences[len(batch.sequences) :]:
+            if sequence.finish_reason is not None:  # aborted since, and in no step now
+                self._release(sequence)
+        return batch
+
+    def step_input(self, batch: Batch, *, step: int, group_tokens: I32) -> StepInput:
+        """The worker's frame for the batch of a step. `group_tokens`: see StepInput."""
         assert batch is self._in_flight
-        return self._rows.step_input(batch, step=step)
+        return self._rows.step_input(batch, step=step, group_tokens=group_tokens)
 
     def commit(self, batch: Batch, token_ids: I32) -> list[tuple[Sequence, TokenOutput]]:
         """The step is done on all ranks: `token_ids` [N] are the tokens of `batch.sampled`.

@@ -110,6 +110,15 @@ class Shards:
         self.vocab_rows: Range = (min(start, config.vocab_size), min(stop, config.vocab_size))
         self._experts: dict[int, list[Ranges]] = {}  # by layer
 
+    @property
+    def num_heads(self) -> list[int]:
+        """The rank's heads of q, of k and of v."""
+        return [stop - start for start, stop in (self.query_heads, self.kv_heads, self.kv_heads)]
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of one token's keys and values on this rank, when the model runs in `dtype`."""
+        return self.config.kv_bytes_per_token(dtype) // self.config.num_kv_heads * self.num_heads[1]
+
     def local_experts(self, layer: int) -> range:
         """The experts of a MoE layer that the rank and the others of its ep_rank hold between them."""
         ep_rank, _ = self.layout.moe_rank(self.rank)

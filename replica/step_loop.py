@@ -1,8 +1,11 @@
-"""The engine's step loop: schedule -> run on the ranks -> commit -> publish. One path, one step at a time.
+"""The step loop: schedule -> arrive -> released -> run on the ranks -> done -> commit -> publish. One path.
 
-The loop parks on an event while nobody has work; then it costs no CPU. What a step sampled is published on the event
-loop's thread and only after the scheduler has committed it. `_run_step` is the one place where a step is executed:
-what must be agreed about a step before it runs stands between its first two lines.
+What runs is what the clock releases: this replica's tokens, or a step without any because another replica of its group
+has work. There is no early return: every released step is one forward of every rank (step_clock.py).
+
+A replica without work stands arrived with no tokens; then the loop parks in `released` and costs no CPU. A request that
+comes meanwhile replaces the arrival. What a step sampled is published on the event loop's thread and only after the
+scheduler has committed it.
 """
 
 from __future__ import annotations
@@ -12,12 +15,16 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol
 
-from replica.errors import Unavailable, WorkerFailed
-from replica.frames import StepInput, StepOutput
+import numpy as np
+
+from replica.batch import Batch
+from replica.errors import GroupLost, Unavailable, WorkerFailed, first_error
+from replica.frames import I32, StepInput, StepOutput
 from replica.request import FinishReason, Sequence, TokenOutput
 from replica.scheduler import Scheduler
+from replica.step_clock import STOP, StepClock, StepRelease
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +36,9 @@ class Executor(Protocol):
 
     async def step(self, step_input: StepInput) -> StepOutput:
         """What the step sampled. Raises WorkerFailed."""
+
+    async def failed(self) -> NoReturn:
+        """Waits until a rank's process has ended, and raises WorkerFailed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,9 @@ class EngineStats:
     total_blocks: int
     step: int  # steps done
     epoch: int
+    idle_steps: int = 0  # of these, without tokens of this replica
+    barrier_wait_s: float = 0.0  # with work in hand, from each arrival to its release; all steps together
+    forward_s: float = 0.0  # from each release to the ranks' answer; all steps together
 
 
 class StepLoop:
@@ -52,19 +65,31 @@ class StepLoop:
         *,
         scheduler: Scheduler,
         executor: Executor,
+        clock: StepClock,
+        dp_rank: int = 0,
         max_waiting: int,
         progress_deadline_s: float,
+        startup_timeout_s: float,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
+        self._clock = clock
+        self._dp_rank = dp_rank
         self._max_waiting = max_waiting
         self._progress_deadline_s = progress_deadline_s
+        # A first forward may compile for long; `warm_up` ends with this.
+        self._step_deadline_s = startup_timeout_s
         self._now_s = now_s
         self._step = 0
-        self._last_progress_s = now_s()
-        self._wake = asyncio.Event()
+        self._idle_steps = 0
+        self._barrier_wait_s = 0.0
+        self._forward_s = 0.0
+        self._last_progress_s = self._arrived_s = now_s()
+        self._is_idle = False  # it stands arrived with no tokens
         self._is_closed = False
+        self._commands: set[str] = set()  # that releases have carried
+        self._commanded = asyncio.Event()
         self._subscribers: list[Callable[[], None]] = []
 
     def add_blocks(self, num_blocks: int) -> None:
@@ -89,7 +114,8 @@ class StepLoop:
             self._last_progress_s = self._now_s()  # an idle time is no stall
         for sequence in sequences:
             self._scheduler.add(sequence)
-        self._wake.set()
+        if self._is_idle:
+            self._arrive()
         self._notify()
 
     def abort(self, sequences: list[Sequence]) -> None:
@@ -119,7 +145,10 @@ class StepLoop:
             free_blocks=scheduler.pool.num_free,
             total_blocks=scheduler.pool.num_blocks,
             step=self._step,
-            epoch=0,
+            epoch=self._clock.epoch,
+            idle_steps=self._idle_steps,
+            barrier_wait_s=self._barrier_wait_s,
+            forward_s=self._forward_s,
         )
 
     def is_progressing(self) -> bool:
@@ -131,16 +160,35 @@ class StepLoop:
         self._subscribers.append(callback)
         return lambda: self._subscribers.remove(callback)
 
+    def want(self, command: str) -> None:
+        """Asks the group to act on a command, all at the same step."""
+        self._clock.want(command)
+
+    async def commanded(self, *commands: str) -> None:
+        """Waits until releases have carried all of these."""
+        while not self._commands.issuperset(commands):
+            self._commanded.clear()
+            await self._commanded.wait()
+
+    async def warm_up(self, sequences: list[Sequence]) -> None:
+        """Waits until these have been served, while `run` runs: no client's request is to be the first."""
+        self.submit(sequences)
+        for sequence in sequences:
+            async for _ in sequence.stream:
+                pass  # what a warm-up says is of no interest
+        self._step_deadline_s = STALLED_DEADLINES * self._progress_deadline_s
+
     async def run(self) -> None:
-        """Runs steps until cancelled. A worker's failure ends every sequence with an error and is raised."""
+        """Runs steps until one carries STOP. When a rank or the group fails, it ends every sequence with that error
+        and raises it: WorkerFailed or GroupLost."""
         error = "the replica stopped before the answer was complete"
         try:
-            while True:
-                while not self._scheduler.has_work:
-                    self._wake.clear()
-                    await self._wake.wait()
-                await self._run_step()
+            await self._run_watched()
         except WorkerFailed as err:
+            verdict = await self._clock.verdict(self._step, err)
+            error = str(verdict)
+            raise verdict from err
+        except GroupLost as err:
             error = str(err)
             raise
         finally:
@@ -148,27 +196,75 @@ class StepLoop:
             for sequence in self._scheduler.end_all(FinishReason.ERROR):
                 sequence.stream.put(TokenOutput((), FinishReason.ERROR, error))
 
-    async def _run_step(self) -> None:
-        batch = self._scheduler.schedule()
-        step_input = self._scheduler.step_input(batch, step=self._step)
-        deadline_s = STALLED_DEADLINES * self._progress_deadline_s
+    async def _run_watched(self) -> None:
+        """Runs steps, and notices at once, whatever they wait for, when a rank or the group fails."""
         try:
-            async with asyncio.timeout(deadline_s):
-                output = await self._executor.step(step_input)
-        except TimeoutError as err:
-            raise WorkerFailed(f"step {self._step} was not done after {deadline_s:g} s") from err
-        if output.step != self._step or len(output.token_ids) != len(step_input.sample_rows):
-            raise WorkerFailed(
-                f"the worker answered step {self._step}, {len(step_input.sample_rows)} tokens, "
-                f"with step {output.step}, {len(output.token_ids)} tokens"
-            )
+            async with asyncio.TaskGroup() as tasks:
+                watches = [tasks.create_task(self._executor.failed()), tasks.create_task(self._clock.failed())]
+                while STOP not in self._commands:
+                    await self._run_step()
+                for watch in watches:
+                    watch.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+
+    async def _run_step(self) -> None:
+        self._arrive()
+        release = await self._clock.released()
+        self._is_idle = False
+        released_s = self._now_s()
+        batch = self._scheduler.start(
+            decode_tokens=release.decode_tokens[self._dp_rank], prefill_tokens=release.prefill_tokens[self._dp_rank]
+        )
+        output = await self._run_on_ranks(batch, release)
+        self._clock.done(release.step)
         outputs = self._scheduler.commit(batch, output.token_ids)
-        self._step += 1
-        self._last_progress_s = self._now_s()
+        self._count_step(batch, released_s)
         for sequence, token_output in outputs:
             sequence.stream.put(token_output)
+        if release.commands:
+            self._commands.update(release.commands)
+            self._commanded.set()
         self._notify()
+
+    def _arrive(self) -> None:
+        """Schedules, and stands ready with that. Nothing is scheduled while it is in doubt what will run."""
+        batch = self._scheduler.schedule()
+        self._is_idle = not batch.sequences
+        self._arrived_s = self._now_s()
+        self._clock.arrive(decode_tokens=batch.decode_tokens, prefill_tokens=batch.prefill_tokens)
+
+    async def _run_on_ranks(self, batch: Batch, release: StepRelease) -> StepOutput:
+        step_input = self._scheduler.step_input(batch, step=release.step, group_tokens=_group_tokens(release))
+        try:
+            async with asyncio.timeout(self._step_deadline_s):
+                output = await self._executor.step(step_input)
+        except TimeoutError as err:
+            raise WorkerFailed(f"step {release.step} was not done after {self._step_deadline_s:g} s") from err
+        if output.step != release.step or len(output.token_ids) != len(step_input.sample_rows):
+            raise WorkerFailed(
+                f"the worker answered step {release.step}, {len(step_input.sample_rows)} tokens, "
+                f"with step {output.step}, {len(output.token_ids)} tokens"
+            )
+        return output
+
+    def _count_step(self, batch: Batch, released_s: float) -> None:
+        self._step += 1
+        self._last_progress_s = self._now_s()
+        self._forward_s += self._last_progress_s - released_s
+        if batch.sequences:
+            self._barrier_wait_s += released_s - self._arrived_s
+        else:
+            self._idle_steps += 1
 
     def _notify(self) -> None:
         for callback in self._subscribers:
             callback()
+
+
+def _group_tokens(release: StepRelease) -> I32:
+    """What a worker needs to know of the others: nothing, if there are none."""
+    is_alone = len(release.tokens) == 1
+    return np.array(() if is_alone else release.tokens, np.int32)
+
+

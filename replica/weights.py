@@ -1,11 +1,12 @@
-"""Safetensors -> this rank's tensors. Files are mapped, and only the slices that are asked for are read.
+"""Safetensors -> this rank's tensors. Files are mapped, and only the rank's own slices are read.
 
-A shard is a list of row or column ranges, so that it can be any set of blocks. Every part is copied, and converted on
-the way, straight into the array that serves it: nothing is held twice.
+`Shards` says which rows and columns those are: any set of blocks. Every part is copied, and converted on the way,
+straight into the array that serves it: nothing is held twice. FP8 weights stay FP8; their scales become float32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,31 +19,39 @@ from torch import Tensor
 
 from kernels import ExpertWeights
 from replica.checkpoint import Checkpoint
-
-Ranges = Sequence[tuple[int, int]]  # half-open, in the order in which they shall lie in memory
+from replica.quantization import FP8_BLOCK, SCALE_SUFFIX
+from replica.shards import Ranges, Shards, TensorShard
+from replica.tensors import tensor_specs
 
 
 class WeightReader:
-    """Reads tensors of one checkpoint by name. A context manager: leaving it unmaps the files.
+    """Reads one rank's part of a checkpoint, by the tensors' names. A context manager: leaving it unmaps the files.
 
-    The checkpoint must have passed `Checkpoint.check`; a name that it lacks is a KeyError.
+    The checkpoint must have passed `Checkpoint.check`, and the layout `Layout.check`.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
+        shards: Shards,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        on_progress: Callable[[int], None],
+        on_progress: Callable[[int, int], None],
     ) -> None:
-        """`on_progress` is called with the bytes of the files read so far, after each part."""
+        """`dtype` is that of everything but FP8 weights and their scales.
+
+        `on_progress` is called after each part, with the bytes of the files read so far and all that will be.
+        """
+        self.shards = shards
         self.weight_bytes = 0  # of the tensors made so far
         self._checkpoint = checkpoint
+        self._specs = tensor_specs(shards.config, str(dtype).removeprefix("torch."))
         self._dtype = dtype
         self._device = device
         self._on_progress = on_progress
         self._read_bytes = 0
+        self._total_bytes = sum(self._file_bytes(name) for name in self._specs)
         self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
 
@@ -55,78 +64,98 @@ class WeightReader:
         self._files.clear()
         self._stack.close()
 
-    def tensor(self, name: str, rows: Ranges | None = None, columns: Ranges | None = None) -> Tensor:
-        """A vector or matrix, or the given rows and columns of it, one range after the other."""
-        return self.stacked([name], rows, columns)
+    def tensor(self, name: str) -> Tensor:
+        """The rank's part of one tensor, padded with zeros where its shard is."""
+        return self.stacked([name])
 
-    def stacked(self, names: Sequence[str], rows: Ranges | None = None, columns: Ranges | None = None) -> Tensor:
-        """Several tensors of one width, one below the other; `rows` and `columns` are taken from each."""
-        sizes = [self._size(name, rows, columns) for name in names]
-        out = self._empty(sum(size[0] for size in sizes), *sizes[0][1:])
-        first = 0
-        for name, size in zip(names, sizes, strict=True):
-            self._read_into(out[first : first + size[0]], name, rows, columns)
-            first += size[0]
+    def stacked(self, names: Sequence[str]) -> Tensor:
+        """The rank's parts of several tensors of one type and width, one below the other."""
+        parts = [self.shard(name) for name in names]
+        num_rows = [part.shape[0] for part in parts]
+        out = self._empty(names[0], sum(num_rows), *parts[0].shape[1:])
+        for name, part, rows in zip(names, parts, torch.split(out, num_rows), strict=True):
+            num_read = rows.shape[0] - part.num_padding_rows
+            rows[num_read:].zero_()
+            self._read_into(rows[:num_read], name, part.rows, part.columns)
         return out
 
-    def experts(self, prefix: str, shards: Sequence[Ranges]) -> ExpertWeights:
-        """The experts `prefix`.0 to `prefix`.E-1; `shards[e]` is the part of expert e's width that this rank holds."""
-        widths = tuple(sum(stop - start for start, stop in shard) for shard in shards)
-        offsets = [0]
-        for width in widths:
-            offsets.append(offsets[-1] + width)
-        hidden = self._checkpoint.tensors[f"{prefix}.0.down_proj.weight"].shape[0]
-        gate_up = self._empty(2 * offsets[-1], hidden)
-        down = self._empty(hidden * offsets[-1])
-        for expert, shard in enumerate(shards):
-            first, middle = 2 * offsets[expert], 2 * offsets[expert] + widths[expert]
-            name = f"{prefix}.{expert}"
-            self._read_into(gate_up[first:middle], f"{name}.gate_proj.weight", rows=shard)
-            self._read_into(gate_up[middle : middle + widths[expert]], f"{name}.up_proj.weight", rows=shard)
-            part = down[hidden * offsets[expert] : hidden * offsets[expert + 1]].view(hidden, widths[expert])
-            self._read_into(part, f"{name}.down_proj.weight", columns=shard)
-        table = torch.tensor(offsets, dtype=torch.int32, device=self._device)
-        return ExpertWeights(gate_up=gate_up, down=down, offsets=table, widths=widths)
+    def shard(self, name: str) -> TensorShard:
+        """Which part of a tensor the rank holds."""
+        return self.shards.tensor(name, self._specs[name])
 
-    def _empty(self, *size: int) -> Tensor:
-        out = torch.empty(size, dtype=self._dtype, device=self._device)
+    def experts(self, prefix: str, layer: int) -> ExpertWeights:
+        """The rank's parts of the experts `prefix`.0 to `prefix`.E-1, which are those of the layer."""
+        shards = self.shards.experts(layer)
+        gate_up, down = self._expert_arrays(prefix, shards, "weight")
+        widths = tuple(sum(stop - start for start, stop in shard) for shard in shards)
+        offsets = [sum(widths[:expert]) for expert in range(len(widths) + 1)]
+        table = torch.tensor(offsets, dtype=torch.int32, device=self._device)
+        if not self.shards.config.is_fp8(f"{prefix}.0.down_proj.weight"):
+            return ExpertWeights(gate_up=gate_up, down=down, offsets=table, widths=widths)
+        blocks = [tuple((start // FP8_BLOCK, -(-stop // FP8_BLOCK)) for start, stop in shard) for shard in shards]
+        gate_up_scale, down_scale = self._expert_arrays(prefix, blocks, f"weight{SCALE_SUFFIX}")
+        return ExpertWeights(
+            gate_up=gate_up,
+            down=down,
+            offsets=table,
+            widths=widths,
+            gate_up_scale=gate_up_scale,
+            down_scale=down_scale,
+        )
+
+    def _expert_arrays(self, prefix: str, shards: Sequence[Ranges], suffix: str) -> tuple[Tensor, Tensor]:
+        """Gate and up [2 * F_total, H], and down [H * F_total], of weights, or of scales, whose sizes are in blocks."""
+        widths = [sum(stop - start for start, stop in shard) for shard in shards]
+        hidden = self._specs[f"{prefix}.0.down_proj.{suffix}"].shape[0]
+        gate_up = self._empty(f"{prefix}.0.gate_proj.{suffix}", 2 * sum(widths), hidden)
+        down = self._empty(f"{prefix}.0.down_proj.{suffix}", hidden * sum(widths))
+        gate_up_parts = torch.split(gate_up, [width for width in widths for _ in range(2)])
+        down_parts = torch.split(down, [hidden * width for width in widths])
+        for expert, (shard, width) in enumerate(zip(shards, widths, strict=True)):
+            name = f"{prefix}.{expert}"
+            self._read_into(gate_up_parts[2 * expert], f"{name}.gate_proj.{suffix}", shard, ((0, hidden),))
+            self._read_into(gate_up_parts[2 * expert + 1], f"{name}.up_proj.{suffix}", shard, ((0, hidden),))
+            part = down_parts[expert].view(hidden, width)
+            self._read_into(part, f"{name}.down_proj.{suffix}", ((0, hidden),), shard)
+        return gate_up, down
+
+    def _empty(self, name: str, *size: int) -> Tensor:
+        """Room for a tensor of the type that the named one has in memory."""
+        dtype = self._dtype
+        if name.endswith(SCALE_SUFFIX):
+            dtype = torch.float32
+        elif self.shards.config.is_fp8(name):
+            dtype = torch.float8_e4m3fn
+        out = torch.empty(size, dtype=dtype, device=self._device)
         self.weight_bytes += out.nbytes
         return out
 
-    def _size(self, name: str, rows: Ranges | None, columns: Ranges | None) -> list[int]:
-        size = list(self._checkpoint.tensors[name].shape)
-        for dim, ranges in enumerate((rows, columns)):
-            if ranges is not None:
-                size[dim] = sum(stop - start for start, stop in ranges)
-        return size
-
-    def _read_into(self, out: Tensor, name: str, rows: Ranges | None = None, columns: Ranges | None = None) -> None:
-        """Copies the ranges of one tensor to `out`, which has exactly their size."""
+    def _read_into(self, out: Tensor, name: str, rows: Ranges, columns: Ranges | None) -> None:
+        """Copies ranges of one tensor to `out`, which has exactly their size; None: it is a vector."""
         entry = self._checkpoint.tensors[name]
         source = self._file(entry.file).get_slice(name)
         row = 0
-        for row_start, row_stop in [(0, entry.shape[0])] if rows is None else rows:
+        for row_start, row_stop in rows:
             mapped = source[row_start:row_stop]  # a view of the mapped file; nothing is read yet
             target = out[row : row + row_stop - row_start]
             row += row_stop - row_start
             if columns is None:
                 target.copy_(mapped)
-            else:
-                column = 0
-                for start, stop in columns:
-                    target[:, column : column + stop - start].copy_(mapped[:, start:stop])
-                    column += stop - start
-        self._read_bytes += out.numel() * entry.num_bytes // max(1, _numel(entry.shape))
-        self._on_progress(self._read_bytes)
+                continue
+            column = 0
+            for start, stop in columns:
+                target[:, column : column + stop - start].copy_(mapped[:, start:stop])
+                column += stop - start
+        self._read_bytes += out.numel() * entry.num_bytes // max(1, math.prod(entry.shape))
+        self._on_progress(self._read_bytes, self._total_bytes)
+
+    def _file_bytes(self, name: str) -> int:
+        """What the rank reads of a tensor."""
+        entry, part = self._checkpoint.tensors[name], self.shard(name)
+        num_rows = part.shape[0] - part.num_padding_rows
+        return num_rows * math.prod(part.shape[1:]) * entry.num_bytes // max(1, math.prod(entry.shape))
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
             self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._files[path]
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -10,6 +10,7 @@ Exit codes: 0 shut down or engine gone, 1 a step or the start failed, 2 the sett
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from replica.checkpoint import Checkpoint
 from replica.errors import ConfigError
@@ -28,6 +30,8 @@ from replica.frames import (
     FRAMES_VERSION,
     HEADER,
     MAX_FRAME_BYTES,
+    Blob,
+    Blobs,
     Failed,
     Frame,
     FrameError,
@@ -35,23 +39,26 @@ from replica.frames import (
     Progress,
     Ready,
     Shutdown,
+    StepDone,
     StepInput,
     StepOutput,
     decode,
     encode,
 )
+from replica.groups import CollectiveCount, Groups
 from replica.kv_cache import KVCache, num_blocks_in
 from replica.model_config import ModelConfig
 from replica.models.qwen3_moe import Qwen3Moe
+from replica.rendezvous import Rendezvous
 from replica.sampler import sample
+from replica.shards import Shards
 from replica.step_tensors import StepTensors
+from replica.warm_up import warm_up_steps
 from replica.weights import WeightReader
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.1
-WARM_UP_TOKENS: Final = 256  # enough for every code path; more would delay a large model on a CPU
-WARM_UP_SEQS: Final = 32
 
 
 class FrameChannel:
@@ -90,81 +97,78 @@ class Rank:
     """The weights and the cache of one rank, and the forward over them."""
 
     def __init__(self, init: Init, channel: FrameChannel) -> None:
-        """Checks the checkpoint, loads the weights and reports progress. Raises ConfigError if it cannot be served."""
+        """Checks the checkpoint, loads the weights and reports progress, then waits for the peers' blobs and connects.
+
+        Raises ConfigError if the checkpoint cannot be served so, PeerError if a peer cannot be reached.
+        """
         self.device = torch.device(init.device)
+        self.samples = init.layout.local_rank(init.rank) == 0
         dtype: torch.dtype = getattr(torch, init.dtype)
         config = ModelConfig.load(Path(init.model))
         checkpoint = Checkpoint.open(Path(init.model))
         checkpoint.check(config)
+        init.layout.check(config)
+        shards = Shards(config, init.layout, init.rank)
         num_blocks = num_blocks_in(
             init.kv_cache_bytes,
-            block_bytes=config.kv_bytes_per_token(init.dtype) * init.block_size,
+            block_bytes=shards.kv_bytes_per_token(init.dtype) * init.block_size,
             block_size=init.block_size,
             max_model_len=init.max_model_len,
         )
-        total_bytes = sum(checkpoint.tensors[name].num_bytes for name in config.tensor_shapes())
-        report = ProgressReport(channel, total_bytes)
-        with WeightReader(checkpoint, dtype=dtype, device=self.device, on_progress=report) as weights:
+        report = ProgressReport(channel)
+        with WeightReader(checkpoint, shards, dtype=dtype, device=self.device, on_progress=report) as weights:
             self.model = Qwen3Moe(config, weights, num_positions=init.max_model_len, device=self.device)
             self.weight_bytes = weights.weight_bytes
-        self.cache = KVCache(config, num_blocks=num_blocks, block_size=init.block_size, dtype=dtype, device=self.device)
+        self.cache = KVCache(shards, num_blocks=num_blocks, block_size=init.block_size, dtype=dtype, device=self.device)
+        self.groups = Groups.alone() if init.layout.world == 1 else _connect(init, channel, self.device)
 
-    def step(self, frame: StepInput) -> StepOutput:
-        """One forward and one sampled token for each of the frame's sample rows."""
-        logits = self.model.forward(StepTensors.from_frame(frame, self.device), self.cache)  # [N, V]
-        return StepOutput(step=frame.step, token_ids=sample(logits, frame))
+    def step(self, frame: StepInput) -> StepOutput | StepDone:
+        """One forward; on the replica's first rank, which has the logits, a token for each of the sample rows."""
+        step = StepTensors.from_frame(frame, self.device, self.groups)
+        logits = self.model.forward(step, self.cache, self.groups)  # [N, V]
+        return (
+            StepOutput(step=frame.step, token_ids=sample(logits, frame)) if self.samples else StepDone(step=frame.step)
+        )
 
-    def warm_up(self, init: Init) -> None:
-        """Takes the paths of a prefill, a decode and an empty step once, so that no client waits for a first time."""
-        num_tokens = min(init.max_num_batched_tokens, init.max_model_len, WARM_UP_TOKENS)
-        num_seqs = min(init.max_num_batched_tokens, init.max_num_seqs, WARM_UP_SEQS)
-        self.step(_blank_step(num_decodes=0, lengths=[num_tokens], block_size=init.block_size))
-        self.step(_blank_step(num_decodes=num_seqs, lengths=[1] * num_seqs, block_size=init.block_size))
-        self.step(_blank_step(num_decodes=0, lengths=[], block_size=init.block_size))
+
+def _connect(init: Init, channel: FrameChannel, device: torch.device) -> Groups:
+    """Exchanges blobs with the other ranks, by way of the engines, and connects with them."""
+    rendezvous = Rendezvous(
+        init.layout, init.rank, device=device, peer_host=init.peer_host, timeout_s=init.collective_timeout_s
+    )
+    channel.send(Blob(blob=rendezvous.blob()))
+    answer = channel.receive()
+    if answer is None or isinstance(answer, Shutdown):
+        raise BrokenPipeError("the engine is gone")
+    if not isinstance(answer, Blobs):
+        raise FrameError(f"expected Blobs, got {type(answer).__name__}")
+    count = CollectiveCount() if init.count_fd < 0 else CollectiveCount(_shared_count(init))
+    return rendezvous.connect(answer.blobs, count)
+
+
+def _shared_count(init: Init) -> NDArray[np.int64]:
+    """This rank's own count of the file that its engine reads for the beats."""
+    counts = np.frombuffer(mmap.mmap(init.count_fd, 8 * init.attn_tp), np.int64)
+    local_rank = init.layout.local_rank(init.rank)
+    return counts[local_rank : local_rank + 1]
 
 
 class ProgressReport:
     """Tells the engine about bytes read, at most every PROGRESS_INTERVAL_S and once at the end."""
 
-    def __init__(self, channel: FrameChannel, total_bytes: int) -> None:
+    def __init__(self, channel: FrameChannel) -> None:
         self._channel = channel
-        self._total_bytes = total_bytes
         self._sent_s = 0.0
 
-    def __call__(self, done_bytes: int) -> None:
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
         now_s = time.monotonic()
-        if now_s - self._sent_s >= PROGRESS_INTERVAL_S or done_bytes == self._total_bytes:
+        if now_s - self._sent_s >= PROGRESS_INTERVAL_S or done_bytes == total_bytes:
             self._sent_s = now_s
-            self._channel.send(Progress(done_bytes=done_bytes, total_bytes=self._total_bytes))
-
-
-def _blank_step(*, num_decodes: int, lengths: list[int], block_size: int) -> StepInput:
-    """A step of sequences of token 0 that begin here, whose keys and values are written nowhere; each is sampled."""
-    starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)  # [S + 1]
-    T, S = int(starts[-1]), len(lengths)
-    positions = np.concatenate([np.arange(n) for n in lengths]) if lengths else np.zeros(0)
-    return StepInput(
-        step=0,
-        num_decodes=num_decodes,
-        token_ids=np.zeros(T, np.int32),
-        positions=positions.astype(np.int32),
-        slots=np.full(T, -1, np.int32),
-        query_starts=starts,
-        context_lens=np.array(lengths, np.int32),
-        block_tables=np.zeros((S, -(-max(lengths, default=0) // block_size)), np.int32),
-        sample_rows=starts[1:] - 1,
-        temperature=np.ones(S, np.float32),
-        top_k=np.full(S, 2, np.int32),
-        top_p=np.full(S, 0.9, np.float32),
-        min_p=np.zeros(S, np.float32),
-        seeds=np.zeros(S, np.uint64),
-        choices=np.zeros(S, np.int32),
-        output_indices=np.zeros(S, np.int32),
-    )
+            self._channel.send(Progress(done_bytes=done_bytes, total_bytes=total_bytes))
 
 
 def _start(channel: FrameChannel) -> Rank | None:
-    """Waits for Init, loads and warms up. None if the engine went away instead."""
+    """Waits for Init, loads, connects and warms up. None if the engine went away instead."""
     init = channel.receive()
     if init is None or isinstance(init, Shutdown):
         return None
@@ -178,7 +182,9 @@ def _start(channel: FrameChannel) -> Rank | None:
     else:
         raise ConfigError(f"--device is {init.device}, and torch finds no CUDA device; use --device cpu")
     rank = Rank(init, channel)
-    rank.warm_up(init)
+    if init.dp == 1:  # else every replica of the group must take part, in steps that the clock has released
+        for step in warm_up_steps(init):
+            rank.step(step)
     load_s = time.monotonic() - started_s
     channel.send(Ready(num_blocks=rank.cache.num_blocks, weight_bytes=rank.weight_bytes, load_s=load_s))
     return rank

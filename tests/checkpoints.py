@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from kernels.fp8 import quantize_blocks
+from replica.checkpoint import SINGLE_FILE
+from replica.quantization import FP8_BLOCK, SCALE_SUFFIX, Fp8Config
 
 SMALL: Final[dict[str, Any]] = {
     "vocab_size": 211,
@@ -101,4 +106,27 @@ def write_checkpoint(folder: Path, variant: Variant, *, seed: int = 0) -> Path:
     values = json.loads(path.read_text())
     variant.respell(values)
     path.write_text(json.dumps(values))
+    return folder
+
+
+def write_fp8_checkpoint(folder: Path, source: Path, unconverted: tuple[str, ...] = ()) -> Path:
+    """Quantises the checkpoint in `source`, which is one file, as Qwen3-*-FP8 is; returns `folder`."""
+    folder.mkdir(exist_ok=True)
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "modules_to_not_convert": ["lm_head", *unconverted],
+    }
+    fp8 = Fp8Config.parse(quantization)
+    tensors = {}
+    for name, tensor in load_file(source / SINGLE_FILE).items():
+        if name.endswith(".weight") and fp8.converts(name.removesuffix(".weight")):
+            tensors[name], tensors[name + SCALE_SUFFIX] = quantize_blocks(tensor)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / SINGLE_FILE)
+    values = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "quantization_config": quantization}))
     return folder

@@ -1,6 +1,7 @@
 """Qwen3-MoE and dense Qwen3: decoder layers of grouped-query attention with normed heads, then experts or a dense MLP.
 
-Sizes: T tokens of the step, N of them sampled, H hidden, Hq and Hkv query and KV heads, D head size, V vocabulary.
+Sizes: T tokens of the replica's step, n of them owned by this rank, N of them sampled, H hidden, Hq and Hkv query and
+KV heads of this rank, D head size, V vocabulary. Where ranks share a layer, groups.py tells what they exchange.
 The device is nobody's business here: `kernels` picks what runs on it. A step of no tokens takes the same path.
 """
 
@@ -10,36 +11,47 @@ import torch
 from torch import Tensor
 
 import kernels
+from replica.groups import Group, Groups
 from replica.kv_cache import KVCache
-from replica.layers import DenseMlp, ExpertMlp, Linear, paged_attention, rope_table
+from replica.layers import DenseMlp, Embedding, ExpertMlp, paged_attention, rope_table
+from replica.linears import Linear, load_linear
 from replica.model_config import ModelConfig
 from replica.step_tensors import StepTensors
 from replica.weights import WeightReader
 
 
 class Qwen3Moe:
-    """The whole model on one rank."""
+    """One rank's part of the whole model."""
 
     def __init__(self, config: ModelConfig, weights: WeightReader, *, num_positions: int, device: torch.device) -> None:
-        """Reads all weights. Positions up to `num_positions` can be served."""
+        """Reads the rank's weights. Positions up to `num_positions` can be served."""
         self.eps = config.rms_norm_eps
-        self.embedding = weights.tensor("model.embed_tokens.weight")  # [V, H]
+        self.vocab_size = config.vocab_size
+        self.embedding = Embedding(weights, "model.embed_tokens.weight")
         cos_sin = rope_table(config.rope, config.head_dim, num_positions, device)
         self.layers = [DecoderLayer(config, weights, layer, cos_sin) for layer in range(config.num_layers)]
         self.norm = weights.tensor("model.norm.weight")  # [H]
-        self.head = Linear(self.embedding) if config.tie_word_embeddings else Linear.load(weights, "lm_head")
+        self.head = Linear(
+            self.embedding.weight if config.tie_word_embeddings else weights.tensor("lm_head.weight")
+        )  # [V of this rank, H]
 
-    def forward(self, step: StepTensors, cache: KVCache) -> Tensor:
-        """Logits after the step's sampled tokens [N, V] float32; the step's keys and values go to the cache."""
-        x = torch.nn.functional.embedding(step.token_ids, self.embedding)  # [T, H]
+    def forward(self, step: StepTensors, cache: KVCache, groups: Groups) -> Tensor:
+        """Logits after the step's sampled tokens [N, V] float32, on the replica's first rank; [0, V] on the others.
+
+        The step's keys and values go to the cache.
+        """
+        x = self.embedding(step.token_ids)  # [T, H], a part
+        x = groups.attention.reduce_scatter(x, step.attention_rows)  # [n, H]
         residual: Tensor | None = None
         for layer, k_cache, v_cache in zip(self.layers, cache.keys, cache.values, strict=True):
-            x, residual = layer(x, residual, step, k_cache, v_cache)
+            x, residual = layer(x, residual, step, k_cache, v_cache, groups)
         assert residual is not None  # there is at least one layer
         # Before the last norm, because the head is the largest matrix and few tokens need it.
-        x, residual = x.index_select(0, step.sample_rows), residual.index_select(0, step.sample_rows)  # [N, H] both
+        x, residual = x.index_select(0, step.sample_rows), residual.index_select(0, step.sample_rows)  # [owned, H] both
         x, _ = kernels.add_rms_norm(x, residual, self.norm, self.eps)
-        return self.head(x).to(torch.float32)
+        x = groups.attention.all_gather(x, step.sampled_rows)  # [N, H]
+        logits = groups.attention.gather_columns(self.head(x))  # [N, padded V]
+        return logits[:, : self.vocab_size].to(torch.float32)
 
 
 class DecoderLayer:
@@ -53,28 +65,22 @@ class DecoderLayer:
         self.post_attention_norm = weights.tensor(f"{prefix}.post_attention_layernorm.weight")  # [H]
         self.mlp: ExpertMlp | DenseMlp
         if config.is_moe(layer):
-            self.mlp = ExpertMlp(
-                weights,
-                f"{prefix}.mlp",
-                widths=[config.moe_intermediate_size] * config.num_experts,
-                top_k=config.num_experts_per_tok,
-                renormalize=config.norm_topk_prob,
-            )
+            self.mlp = ExpertMlp(weights, f"{prefix}.mlp", layer)
         else:
             self.mlp = DenseMlp(weights, f"{prefix}.mlp")
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, step: StepTensors, k_cache: Tensor, v_cache: Tensor
+        self, x: Tensor, residual: Tensor | None, step: StepTensors, k_cache: Tensor, v_cache: Tensor, groups: Groups
     ) -> tuple[Tensor, Tensor]:
-        """x [T, H], not yet added to the residual [T, H] (None in the first layer) -> the same two after this layer."""
+        """x [n, H], not yet added to the residual [n, H] (None in the first layer) -> the same two after this layer."""
         if residual is None:
             residual = x
             x = kernels.rms_norm(x, self.input_norm, self.eps)
         else:
             x, residual = kernels.add_rms_norm(x, residual, self.input_norm, self.eps)
-        x = self.attention(x, step, k_cache, v_cache)
+        x = self.attention(x, step, k_cache, v_cache, groups.attention)
         x, residual = kernels.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
-        return self.mlp(x), residual
+        return self.mlp(x, step, groups), residual
 
 
 class Attention:
@@ -83,16 +89,19 @@ class Attention:
     def __init__(self, config: ModelConfig, weights: WeightReader, prefix: str, cos_sin: Tensor) -> None:
         self.eps = config.rms_norm_eps
         self.head_dim = config.head_dim
-        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]  # of q, k and v
+        self.heads = weights.shards.num_heads  # of q, k and v
         self.scale = config.head_dim**-0.5
         self.cos_sin = cos_sin  # [P, D] float32
         names = (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
-        self.qkv = Linear.load(weights, *names, has_bias=config.attention_bias)
+        self.qkv = load_linear(weights, *names, has_bias=config.attention_bias)
         self.q_norm = weights.tensor(f"{prefix}.q_norm.weight")  # [D]
         self.k_norm = weights.tensor(f"{prefix}.k_norm.weight")  # [D]
-        self.out = Linear.load(weights, f"{prefix}.o_proj", has_bias=config.attention_bias)
+        self.out = load_linear(weights, f"{prefix}.o_proj")
+        self.out_bias = weights.tensor(f"{prefix}.o_proj.bias") if config.attention_bias else None  # [H]
 
-    def __call__(self, x: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:  # [T, H] -> [T, H]
+    def __call__(self, x: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor, group: Group) -> Tensor:
+        """x [n, H] -> [n, H]."""
+        x = group.all_gather(x, step.attention_rows)  # [T, H]
         T = x.shape[0]
         qkv = self.qkv(x).view(T, sum(self.heads), self.head_dim)
         q, k, v = torch.split(qkv, self.heads, dim=1)  # [T, Hq, D], [T, Hkv, D] twice
@@ -100,4 +109,5 @@ class Attention:
             q, k, v, self.q_norm, self.k_norm, self.eps, self.cos_sin, step.positions, step.slots, k_cache, v_cache
         )
         y = paged_attention(q, step, k_cache, v_cache, self.scale)  # [T, Hq, D]
-        return self.out(y.flatten(1))
+        y = group.reduce_scatter(self.out(y.flatten(1)), step.attention_rows)  # [n, H]
+        return y if self.out_bias is None else y + self.out_bias  # once, after the sum

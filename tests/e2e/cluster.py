@@ -22,14 +22,15 @@ class Cluster:
 
     proxy: Command
     replicas: list[Command]
+    idle_files: int  # open files and sockets of all processes before the first request
 
     @classmethod
     def start(cls, commands: Commands, *, count: int = 2) -> Cluster:
         """Starts all of it and waits until the proxy knows every replica."""
         proxy = commands.proxy()
-        cluster = cls(proxy, commands.replicas(proxy.url, "--dtype", "float32", count=count))
+        replicas = commands.replicas(proxy.url, "--dtype", "float32", count=count)
         wait_until(lambda: num_live(proxy.url) == count, f"{count} replicas at the proxy")
-        return cluster
+        return cls(proxy, replicas, idle_files=num_open_files(proxy, *replicas))
 
     @property
     def url(self) -> str:
@@ -46,7 +47,12 @@ class Cluster:
 
     def open_files(self) -> int:
         """Open files and sockets of all processes together."""
-        return sum(sum(command.num_open_files().values()) for command in (self.proxy, *self.replicas))
+        return num_open_files(self.proxy, *self.replicas)
+
+
+def num_open_files(*commands: Command) -> int:
+    """Open files and sockets of all processes of the commands together."""
+    return sum(sum(command.num_open_files().values()) for command in commands)
 
 
 def metric(url: str, name: str, **labels: str) -> float:

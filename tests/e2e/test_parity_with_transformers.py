@@ -144,9 +144,9 @@ def test_mixed_batches_of_1_to_16_give_the_reference_logits_and_tokens(parity: P
 def test_a_step_without_tokens_gives_no_logits_and_leaves_the_cache_alone(parity: Parity, driver: StepDriver) -> None:
     s = driver.add(parity.prompt(20))
     driver.step({s: 20})
-    before = [cache.clone() for cache in driver.cache.keys + driver.cache.values]
+    before = [cache.clone() for cache in driver.rank.cache.keys + driver.rank.cache.values]
     driver.step({})
-    assert all(map(torch.equal, before, driver.cache.keys + driver.cache.values))
+    assert all(map(torch.equal, before, driver.rank.cache.keys + driver.rank.cache.values))
     driver.generate(s, 3)
     parity.check(s)
 

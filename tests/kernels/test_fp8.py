@@ -36,7 +36,10 @@ def test_zeros_quantise_to_zeros() -> None:
         Tile(64, 64, 128, 4, 2, is_persistent=True),
     ],
 )
-@pytest.mark.parametrize(("T", "N", "K"), [(0, 128, 128), (1, 128, 256), (15, 130, 200), (65, 256, 128), (17, 1, 384)])
+@pytest.mark.parametrize(
+    ("T", "N", "K"),
+    [(0, 128, 128), (3, 0, 128), (3, 5, 0), (1, 128, 256), (15, 130, 200), (65, 256, 128), (17, 1, 384)],
+)
 def test_block_scaled_linear_equals_its_reference(
     T: int, N: int, K: int, tile: Tile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,14 +166,16 @@ def test_experts_of_the_real_models_equal_their_reference_at_each_width(hidden: 
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 128, 128, 4, 2), Tile(16, 128, 128, 4, 2, is_swapped=True)])
-@pytest.mark.parametrize(("T", "widths"), [(5, (128, 0, 256)), (1, (128,) * 8), (18, (128, 128))])
+@pytest.mark.parametrize(
+    ("T", "hidden", "widths"), [(5, 256, (128, 0, 256)), (1, 200, (128,) * 8), (18, 192, (128, 128))]
+)
 def test_fp8_experts_equal_their_reference(
-    T: int, widths: tuple[int, ...], tile: Tile, monkeypatch: pytest.MonkeyPatch
+    T: int, hidden: int, widths: tuple[int, ...], tile: Tile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("moe_gate_up_fp8", "moe_down_fp8"):
         monkeypatch.setitem(configs.DEFAULTS[name], "sm_90", ((ANY, tile),))
     configs.pick.cache_clear()
-    experts, x = random_experts(256, widths, torch.float32, is_fp8=True), random(T, 256, seed=9)
+    experts, x = random_experts(hidden, widths, torch.float32, is_fp8=True), random(T, hidden, seed=9)
     weights, ids = route_reference(random(T, len(widths), seed=8), 2, True)
     actual = kernels.moe_experts(x, experts, weights, ids)
     configs.pick.cache_clear()
@@ -184,5 +186,5 @@ def test_fp8_experts_equal_their_reference(
 
 def test_fp8_experts_of_other_widths_are_refused() -> None:
     scale, offsets = torch.ones(1, 2), torch.tensor([0, 64], dtype=torch.int32)
-    with pytest.raises(ValueError, match="FP8 experts have a size of 64; H and widths must be multiples of 128"):
+    with pytest.raises(ValueError, match="an FP8 expert has a width of 64, which must be a multiple of 128"):
         kernels.ExpertWeights(torch.zeros(128, 256), torch.zeros(64 * 256), offsets, (64,), scale, scale)

@@ -13,13 +13,13 @@ import time
 
 import numpy as np
 
-from replica.frames import HEADER, Failed, Frame, Init, Progress, Ready, StepInput, StepOutput, decode, encode
+from replica.frames import HEADER, Failed, Frame, Init, Progress, Ready, StepDone, StepInput, StepOutput, decode, encode
 from replica.process_tree import follow_parent
 
 
 class Worker:
     def __init__(self, mode: str, sock: socket.socket) -> None:
-        self.mode, self.sock = mode, sock
+        self.mode, self.sock, self.rank = mode, sock, 0
 
     def receive(self) -> Frame:
         (length,) = HEADER.unpack(self.read(HEADER.size))
@@ -34,6 +34,7 @@ class Worker:
     def start(self) -> None:
         init = self.receive()
         assert isinstance(init, Init)
+        self.rank = init.rank
         match self.mode:
             case "refuses":
                 self.sock.sendall(encode(Failed(error="model.safetensors is truncated", is_config=True)))
@@ -61,6 +62,9 @@ class Worker:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "freezes in a step":
                 os.kill(os.getpid(), signal.SIGSTOP)
+        if self.rank:
+            self.sock.sendall(encode(StepDone(step=frame.step)))
+            return
         tokens = np.full(len(frame.sample_rows), frame.step, np.int32)
         self.sock.sendall(encode(StepOutput(step=frame.step, token_ids=tokens)))
 

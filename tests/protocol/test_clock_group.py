@@ -249,6 +249,23 @@ async def test_a_rank_is_refused_while_the_first_lives_and_free_when_it_is_gone(
             member.close()
 
 
+async def test_the_late_end_of_a_members_first_connection_does_not_end_its_second() -> None:
+    async with serving() as (master, port, _):
+        first, second = make_member(port, 0), make_member(port, 0)
+        first_join = asyncio.ensure_future(first.join())
+        await until(lambda: master.clock.missing == [1])
+        first_connection = master._members[0]
+        first.close()
+        await asyncio.gather(first_join, return_exceptions=True)
+        await until(lambda: master.clock.missing == [0, 1])
+        second_join = asyncio.ensure_future(second.join())
+        await until(lambda: master.clock.missing == [1])
+        master.on_member_lost(first_connection, 0, "EOF")
+        assert master.clock.missing == [1]
+        second.close()
+        await asyncio.gather(second_join, return_exceptions=True)
+
+
 async def test_a_missing_member_is_named_to_all_at_the_startup_deadline() -> None:
     async with serving(2, startup_deadline_s=0.6) as (_, port, run):
         member = make_member(port, 0)

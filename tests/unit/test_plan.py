@@ -65,7 +65,7 @@ def test_the_fullest_rank_holds_at_most_half_a_percent_more_than_the_mean(
     ],
 )
 def test_the_shapes_of_public_models_have_their_published_size(model: str, billions: float, num_bytes: float) -> None:
-    config = ModelConfig.load(PLANS / model, allow_fp8=True)
+    config = ModelConfig.load(PLANS / model)
     specs = tensor_specs(config, config.dtype)
     weights = [spec for name, spec in specs.items() if not name.endswith("_scale_inv")]
     assert sum(spec.num_bytes // spec.item_bytes for spec in weights) / 1e9 == pytest.approx(billions, abs=0.01)
@@ -167,7 +167,7 @@ def test_an_index_alone_is_checked_by_name(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_suggestions_are_all_valid_layouts_and_the_best_come_first() -> None:
-    config = ModelConfig.load(PLANS / "qwen3-30b-a3b-fp8-shapes", allow_fp8=True)
+    config = ModelConfig.load(PLANS / "qwen3-30b-a3b-fp8-shapes")
     suggestions = suggest(config, 8, SETTINGS)
     assert {one.plan.layout for one in suggestions} == set(valid_layouts(8, config))
     plans = [one.plan for one in suggestions]

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from proxy.cli import OPTIONS, build_parser
+from proxy.cli import LISTS, OPTIONS, build_parser
 from proxy.config import ProxyConfig
 from proxy.errors import ConfigError
 
@@ -56,8 +56,8 @@ def test_secrets_are_not_shown() -> None:
 def test_every_setting_has_an_option_whose_default_is_the_field_s() -> None:
     settings = vars(build_parser().parse_args(["serve"]))
     assert settings.pop("command") == "serve"
-    assert ProxyConfig(**{**settings, "backends": tuple(settings["backends"])}) == ProxyConfig()
-    assert {field.name for field in fields(ProxyConfig)} == {*OPTIONS, "backends"}
+    assert ProxyConfig(**{**settings, **{name: tuple(settings[name]) for name in LISTS}}) == ProxyConfig()
+    assert {field.name for field in fields(ProxyConfig)} == {*OPTIONS, *LISTS}
 
 
 def test_options_and_environment_reach_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

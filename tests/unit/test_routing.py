@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from proxy.errors import NoReplicaAvailable, UnknownModel
 from proxy.registry import Replica
-from proxy.routing import choose, least_load, requested_model
+from proxy.routing import candidates, least_load
+from proxy.scan import requested_model
 
 
 def replica(name: str, in_flight: int = 0, models: tuple[str, ...] = ("tiny",)) -> Replica:

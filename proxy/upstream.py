@@ -1,0 +1,249 @@
+"""Connections to replicas: kept alive, one request at a time on each.
+
+An `Upstream` reads an answer's head, finds where its body ends, and tells the exchange that has it. It knows nothing
+of clients. A connection goes back to its pool only after a whole answer to a whole request, with nothing behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Final, Protocol
+from urllib.parse import urlsplit
+
+from proxy.errors import ConnectFailed, GarbledAnswer, Malformed, UpstreamFailed
+from proxy.framing import Body, ChunkedBody, EndlessBody, SizedBody
+from proxy.http1 import MAX_HEAD_BYTES, AnswerHead, HeadParser
+from proxy.registry import Replica
+
+# Below uvicorn's 5 s, the shortest of the servers met: a connection that is about to be closed is not used again.
+IDLE_CONNECTION_S: Final = 4.0
+# What the kernel may hold of an answer that is not read; doubled by it, half of that is data. One read is never more,
+# so this also bounds what a client that does not read costs here.
+RECEIVE_BUFFER_BYTES: Final = 96 * 1024
+NO_BODY: Final = (204, 304)
+
+
+class Answered(Protocol):
+    """The exchange that an upstream connection serves."""
+
+    wants_payload: bool  # the answer's body is wanted without its framing
+
+    def answer_began(self, head: AnswerHead, body: Body) -> None:
+        """The head is here."""
+
+    def answer_part(self, data: bytes, boundary: int) -> None:
+        """The next bytes of the body, as they came; up to `boundary` they end with a whole chunk."""
+
+    def answer_payload(self, parts: Sequence[bytes]) -> None:
+        """The next bytes of the body, without framing."""
+
+    def answer_read(self) -> None:
+        """The read that brought the head ends here."""
+
+    def answer_ended(self) -> None:
+        """The body is whole."""
+
+    def upstream_lost(self, err: UpstreamFailed) -> None:
+        """There will be no more of it."""
+
+    def upstream_full(self) -> None:
+        """The replica does not read as fast as the client sends."""
+
+    def upstream_drained(self) -> None:
+        """It has caught up."""
+
+
+class Upstream(asyncio.Protocol):
+    """One connection to one replica."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.idle_since_s = 0.0
+        self._pool = pool
+        self._exchange: Answered | None = None
+        self._transport: asyncio.Transport | None = None
+        self._head = b""  # the start of a head that is not whole
+        self._body: Body | None = None
+        self._is_kept_alive = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a request can be sent on it."""
+        return self._transport is not None and not self._transport.is_closing() and self._exchange is None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """From asyncio."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+
+    def send(self, exchange: Answered, parts: Sequence[bytes]) -> None:
+        """The first bytes of a request, head included, whose answer goes to the exchange."""
+        self._exchange = exchange
+        self.send_more(parts)
+
+    def send_more(self, parts: Sequence[bytes]) -> None:
+        """The next bytes of the request's body."""
+        if self._transport is not None:
+            if len(parts) == 1:
+                self._transport.write(parts[0])
+            else:
+                self._transport.writelines(parts)
+
+    def data_received(self, data: bytes) -> None:
+        """From asyncio."""
+        exchange = self._exchange
+        if exchange is None:
+            self.abort()  # nobody asked for these bytes
+            return
+        body = self._body
+        is_first = body is None
+        try:
+            if body is None:
+                data = self._read_head(data)
+                body = self._body
+                if body is None:
+                    return
+                if self._exchange is not exchange:  # it gave the answer up when it saw the head
+                    return
+            if exchange.wants_payload:
+                parts: list[bytes] = []
+                used = body.feed(data, parts)
+                if parts:
+                    exchange.answer_payload(parts)
+            else:
+                used = body.feed(data)
+                if used:
+                    exchange.answer_part(data if used == len(data) else data[:used], body.boundary)
+        except (Malformed, GarbledAnswer) as err:
+            self.give_up()
+            exchange.upstream_lost(GarbledAnswer(f"the replica's answer is malformed: {err}"))
+            return
+        if is_first:
+            exchange.answer_read()
+        if body.is_done and self._exchange is exchange:
+            self._end(exchange, has_more=used < len(data))
+
+    def _read_head(self, data: bytes) -> bytes:
+        """Takes the head off the bytes that came; `_body` is None as long as it is not whole."""
+        data = self._head + data if self._head else data
+        while True:
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                if len(data) > MAX_HEAD_BYTES:
+                    raise GarbledAnswer(f"its head is longer than {MAX_HEAD_BYTES} bytes")
+                if not data.startswith(b"HTTP/1."[: len(data)]):
+                    raise GarbledAnswer("it is no HTTP/1.1")
+                self._head = data
+                return b""
+            head = self._pool.parser.answer(data[:end])
+            data = data[end + 4 :]
+            if head.status >= 200:
+                break
+            if head.status == 101:
+                raise GarbledAnswer("it switches protocols")
+        self._head = b""
+        fields = head.fields
+        if head.status in NO_BODY or fields.content_length is not None:
+            self._body = SizedBody(0 if head.status in NO_BODY else fields.content_length or 0)
+        else:
+            self._body = ChunkedBody() if fields.is_chunked else EndlessBody()
+        self._is_kept_alive = head.is_kept_alive and not isinstance(self._body, EndlessBody)
+        assert self._exchange is not None
+        self._exchange.answer_began(head, self._body)
+        return data
+
+    def _end(self, exchange: Answered, has_more: bool) -> None:
+        """The answer is whole."""
+        self._exchange, self._body = None, None
+        if self._is_kept_alive and not has_more:
+            self._pool.put_back(self)
+        else:
+            self.abort()
+        exchange.answer_ended()
+
+    def eof_received(self) -> None:
+        """From asyncio: the replica sends no more, and asyncio closes the connection."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """From asyncio."""
+        self._transport = None
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        if exc is None and isinstance(self._body, EndlessBody):
+            exchange.answer_ended()
+        else:
+            exchange.upstream_lost(UpstreamFailed("the replica broke off"))
+
+    def give_up(self) -> None:
+        """Ends the connection; the exchange hears no more of it."""
+        self._exchange = None
+        self.abort()
+
+    def abort(self) -> None:
+        """Ends the connection at once: the replica sees it, and stops generating."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause(self) -> None:
+        """Reads no more until `resume`: the client does not read as fast."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Reads again."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        """From asyncio."""
+        if self._exchange is not None:
+            self._exchange.upstream_full()
+
+    def resume_writing(self) -> None:
+        """From asyncio."""
+        if self._exchange is not None:
+            self._exchange.upstream_drained()
+
+
+class Pool:
+    """All connections of one proxy to its replicas."""
+
+    def __init__(self, connect_timeout_s: float) -> None:
+        self.parser = HeadParser.for_answers()
+        self._connect_timeout_s = connect_timeout_s
+        self._idle: dict[str, list[Upstream]] = {}  # replica's URL -> its idle connections, the newest last
+
+    def take(self, replica: Replica, now_s: float) -> Upstream | None:
+        """An idle connection to the replica, if there is one that can be relied on."""
+        idle = self._idle.get(replica.url)
+        while idle:
+            upstream = idle.pop()
+            if upstream.is_usable and now_s - upstream.idle_since_s < IDLE_CONNECTION_S:
+                return upstream
+            upstream.abort()
+        return None
+
+    async def dial(self, replica: Replica) -> Upstream:
+        """A new connection. Raises ConnectFailed: the replica has not seen the request."""
+        parts = urlsplit(replica.url)
+        context = ssl.create_default_context() if parts.scheme == "https" else None
+        upstream = Upstream(self)
+        upstream_url = replica.url
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await asyncio.get_running_loop().create_connection(
+                    lambda: upstream, parts.hostname, parts.port or (443 if context else 80), ssl=context
+                )
+        except TimeoutError as err:
+            raise ConnectFailed(f"no connection to {upstream_url} within {self._connect_timeout_s:g} s") from err
+        except OSError as err:
+            raise ConnectFailed(f"no connection to {upstream_url}: {err}") from err
+        upstream.url = upstream_url
+        return upstream

@@ -1,0 +1,188 @@
+"""Runs one script of steps in any layout, with the ranks as threads of this process or wherever the caller has them.
+
+A script says what every replica computes in every step: batches of different sizes and kinds, and often none. Its
+sequences are known beforehand to their last token, so every layout computes the same, and what it finds after each
+token can be held against what one rank found.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replica.frames import StepInput
+from replica.groups import CollectiveCount, Groups, Transport, shared_groups
+from replica.layout import Layout
+from tests.step_driver import Driven, RankModel, StepDriver, frame_order, make_frame, shuffled_blocks
+
+NUM_BLOCKS: Final = 64  # of each replica's cache
+MAX_CHUNK: Final = 16
+PROMPT_LENS: Final = (1, 23, 3, 9, 17, 2, 30, 6)
+NUM_OUTPUT: Final = 3
+DEADLINE_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one rank computes: sequences with their greedy outputs, and the logits after each token [tokens, V]."""
+
+    sequences: list[list[int]]
+    prompt_lens: list[int]
+    logits: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Script:
+    """For each step, each replica's frame; and which places the rows of its logits belong to."""
+
+    frames: list[list[StepInput]]  # [steps][dp]
+    places: list[list[list[tuple[int, int]]]]  # [steps][dp] (sequence, position) of each row
+
+
+def make_reference(folder: Path, dtype: torch.dtype) -> Reference:
+    """Random prompts, and what a replica of one rank makes of each alone."""
+    driver = StepDriver(folder, num_blocks=NUM_BLOCKS, dtype=dtype)
+    draw = random.Random(1)
+    vocab_size = driver.config.vocab_size
+    sequences = [driver.add([draw.randrange(vocab_size) for _ in range(length)]) for length in PROMPT_LENS]
+    for s in sequences:
+        driver.generate(s, NUM_OUTPUT + 1)  # the last one is not fed back
+    return Reference(
+        [s.token_ids[:-1] for s in sequences],
+        [s.prompt_len for s in sequences],
+        [torch.cat(s.logits) for s in sequences],
+    )
+
+
+def make_script(reference: Reference, layout: Layout, seed: int) -> Script:
+    """Deals the sequences to the replicas at random, and their tokens to steps. Each fifth time a replica idles."""
+    draw = random.Random(seed)
+    replicas: list[list[Driven]] = [[] for _ in range(layout.dp)]
+    numbers: dict[Driven, int] = {}
+    for number, (token_ids, prompt_len) in enumerate(zip(reference.sequences, reference.prompt_lens, strict=True)):
+        s = Driven(token_ids, prompt_len)
+        numbers[s] = number
+        draw.choice(replicas).append(s)
+    free = [shuffled_blocks(NUM_BLOCKS, seed + dp_rank) for dp_rank in range(layout.dp)]
+    frames, places = [], []
+    while any(s.num_computed < len(s.token_ids) for s in numbers):
+        step_frames, step_places = [], []
+        for dp_rank in range(layout.dp):
+            chunks = {} if draw.random() < 0.2 else _chunks(replicas[dp_rank], draw)
+            order = frame_order(chunks)
+            step_frames.append(make_frame(order, chunks, free[dp_rank]))
+            step_places.append([(numbers[s], s.num_computed + i) for s in order for i in range(chunks[s])])
+            for s in order:
+                s.num_computed += chunks[s]
+        tokens = np.array([len(frame.token_ids) for frame in step_frames], np.int32)
+        frames.append([replace(frame, step=len(frames), group_tokens=tokens) for frame in step_frames])
+        places.append(step_places)
+    return Script(frames, places)
+
+
+def _chunks(sequences: list[Driven], draw: random.Random) -> dict[Driven, int]:
+    """What a replica computes in one step: prompts in chunks, then the known outputs one by one."""
+    chunks = {}
+    for s in sequences:
+        left = len(s.token_ids) - s.num_computed
+        if left and draw.random() < 0.9:
+            chunks[s] = draw.randint(1, min(MAX_CHUNK, max(1, s.prompt_len - s.num_computed)))
+    return chunks
+
+
+def run_rank(model: RankModel, groups: Groups, script: Script) -> list[Tensor]:
+    """One rank's way through a script: the logits [N, V] of each step (of no rows, if it is not its replica's first)."""
+    dp_rank = groups.layout.dp_rank(groups.attention.ranks[0])
+    return [model.forward(frames[dp_rank], groups) for frames in script.frames]
+
+
+def run_in_threads(folder: Path, layout: Layout, script: Script, dtype: torch.dtype) -> list[list[Tensor]]:
+    """[world][steps] logits, with the ranks as threads. A rank that raises, or waits too long, fails them all."""
+    meetings = {ranks: _Meeting(len(ranks)) for rank in range(layout.world) for ranks in shared_groups(layout, rank)}
+
+    def rank_main(rank: int) -> list[Tensor]:
+        transports: dict[tuple[int, ...], Transport] = {
+            ranks: MemoryTransport(meetings[ranks], ranks.index(rank)) for ranks in shared_groups(layout, rank)
+        }
+        try:
+            model = RankModel(folder, layout, rank, num_blocks=NUM_BLOCKS, dtype=dtype)
+            return run_rank(model, Groups.connect(layout, rank, transports, CollectiveCount()), script)
+        except BaseException:
+            for meeting in meetings.values():
+                meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(layout.world) as pool:
+        runs = [pool.submit(rank_main, rank) for rank in range(layout.world)]
+    errors = [run.exception() for run in runs]
+    first = next((error for error in errors if error and not isinstance(error, threading.BrokenBarrierError)), None)
+    if first is not None:
+        raise first
+    return [run.result() for run in runs]
+
+
+class _Meeting:
+    """Where the ranks of one group lay down what they send."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=DEADLINE_S)
+        self.parts: list[tuple[Tensor, ...]] = [()] * size
+
+
+class MemoryTransport:
+    """A Transport between threads."""
+
+    def __init__(self, meeting: _Meeting, position: int) -> None:
+        self._meeting = meeting
+        self._position = position
+
+    def all_to_all(self, received: Tensor, sent: Tensor, receive_rows: Sequence[int], send_rows: Sequence[int]) -> None:
+        """See Transport; parts of other sizes than agreed are an error."""
+        meeting = self._meeting
+        meeting.parts[self._position] = torch.split(sent, list(send_rows))
+        meeting.barrier.wait()
+        parts = [parts[self._position] for parts in meeting.parts]
+        assert [len(part) for part in parts] == list(receive_rows), "ranks disagree on the sizes"
+        torch.cat(parts, out=received)
+        meeting.barrier.wait()  # nobody lays down the next thing before all have taken this one
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a layout's logits are from the reference's."""
+
+    largest_error: float
+    wrong_tokens: int  # another argmax, where the reference's first two differ by more than twice the bound
+    near_ties: int  # another argmax where they do not
+    num_places: int
+
+
+def compare(reference: Reference, layout: Layout, script: Script, logits: list[list[Tensor]], bound: float) -> Comparison:
+    """Holds the logits [world][steps] of all replicas' first ranks against the reference; the others must have none."""
+    largest, wrong, near, seen = 0.0, 0, 0, set()
+    for rank, steps in enumerate(logits):
+        for number, rows in enumerate(steps):
+            if layout.local_rank(rank):
+                assert not len(rows)
+                continue
+            places = script.places[number][layout.dp_rank(rank)]
+            assert len(rows) == len(places)
+            seen |= set(places)
+            for row, (sequence, position) in zip(rows, places, strict=True):
+                expected = reference.logits[sequence][position]
+                largest = max(largest, float((row - expected).abs().max()))
+                if row.argmax() != expected.argmax():
+                    first, second = expected.topk(2).values.tolist()
+                    is_near = first - second <= 2 * bound
+                    near, wrong = near + is_near, wrong + (not is_near)
+    assert len(seen) == sum(map(len, reference.sequences)), "some tokens were never computed"
+    return Comparison(largest, wrong, near, len(seen))
