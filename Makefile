@@ -5,6 +5,7 @@ PORT ?= 8000
 BIN := .venv/bin
 REQUIREMENTS := requirements.txt requirements-dev.txt
 SETUP := .venv/setup.stamp
+PEERS := .venv/peers
 TRAINING := deploy/models/tiny-moe/training
 
 # Its default differs between releases of Triton.
@@ -12,7 +13,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 # Tests start several processes, and two threads that contend for one core cost more than the second one brings.
 TEST := OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/pytest
 
-.PHONY: setup serve test check format lint types unit protocol kernels aot faults e2e gpu bench
+.PHONY: setup serve test check format lint types unit protocol kernels aot faults e2e layouts soak gpu bench bench-proxy bench-proxy-peers fuzz-proxy
 .NOTPARALLEL:
 
 setup: $(SETUP)
@@ -67,3 +68,28 @@ gpu: setup
 
 bench: setup
 	$(BIN)/python tests/bench/lockstep.py
+
+layouts: setup
+	$(TEST) -n 2 -rP tests/layouts
+
+# The proxy beside other routers, as far as they are installed. Tables, then JSON as the last line.
+bench-proxy: setup
+	$(BIN)/python tests/bench/proxy/run.py
+
+# The other routers, an environment each; nginx comes from the system's packages. Reaches the network.
+bench-proxy-peers: setup
+	for peer in vllm_router:vllm-router==0.1.17 sglang_router:sglang-router==0.3.2 smg:smg==1.13.0 \
+	    lmdeploy:"fastapi uvicorn aiohttp pydantic requests shortuuid"; do \
+	  $(BIN)/python -m venv $(PEERS)/v_$${peer%%:*} && \
+	  $(PEERS)/v_$${peer%%:*}/bin/pip install --quiet $${peer#*:} || exit 1; \
+	done
+	$(BIN)/pip download --quiet --no-deps --dest $(PEERS) lmdeploy==0.18.0
+	$(BIN)/python -m zipfile -e $(PEERS)/lmdeploy-*.whl $(PEERS)/lmdeploy
+
+# Ten minutes of broken bytes on the proxy's data path; `make faults` spends seconds on it.
+fuzz-proxy: setup
+	FUZZ_S=600 $(TEST) -s --timeout 700 tests/faults/test_proxy_fuzz.py
+
+# 100,000 released steps with random idleness; minutes.
+soak: setup
+	$(TEST) tests/soak

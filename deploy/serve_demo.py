@@ -23,6 +23,7 @@ from typing import Any, Final
 
 MODEL: Final = Path(__file__).parent / "models" / "tiny-moe"
 COMMANDS: Final = Path(sys.executable).parent  # where setup put `proxy` and `replica`
+REPLICA_OPTIONS: Final = ("--num-threads", "1", "--kv-cache-gb", "0.25")  # room for two on a laptop
 READY: Final = re.compile(r"\bready\b.*\burl=(\S+)")
 QUESTION: Final = "What is 57 + 68?"
 
@@ -135,7 +136,7 @@ async def demo(config: DemoConfig) -> None:
         try:
             async with asyncio.timeout(config.ready_timeout_s):
                 url = await proxy.url
-                serve = ("replica", "serve", str(MODEL), "--port", "0", "--num-threads", "1", "--proxy-url", url)
+                serve = ("replica", "serve", str(MODEL), "--port", "0", "--proxy-url", url, *REPLICA_OPTIONS)
                 replicas = [Command(f"replica-{i}", *serve) for i in range(config.num_replicas)]
                 for replica in replicas:
                     start(replica.run(stop_timeout_s=config.stop_timeout_s))

@@ -17,6 +17,7 @@ from kernels import rope_cache as _rope_cache
 from kernels import sampling as _sampling
 from kernels import swiglu as _swiglu
 from kernels.device import dispatched
+from kernels.fp8 import group_maxima, linear_fp8_scaled, scale_of
 from kernels.moe_experts import ExpertWeights
 
 add_rms_norm = dispatched(_rms_norm.add_rms_norm, _rms_norm.add_rms_norm_reference)
@@ -36,12 +37,15 @@ __all__ = [
     "add_rms_norm",
     "attention_decode",
     "attention_prefill",
+    "group_maxima",
     "linear_fp8",
+    "linear_fp8_scaled",
     "moe_experts",
     "penalize",
     "qk_norm_rope_cache",
     "rms_norm",
     "route",
     "sample",
+    "scale_of",
     "swiglu",
 ]

@@ -83,7 +83,7 @@ _SM90_FP8_GATE_UP: Final[Rows] = ((256, Tile(16, 128, 128, 4, 3, is_swapped=True
 _SM90_FP8_DOWN: Final[Rows] = ((256, Tile(16, 128, 128, 4, 4, is_swapped=True)), _FP8_LARGE)
 _AMD_FP8_GATE_UP: Final[Rows] = (
     (256, Tile(16, 128, 128, 4, 1)),
-    (ANY, Tile(64, 128, 128, 8, 1, is_persistent=True)),
+    (ANY, Tile(64, 128, 128, 4, 1, is_persistent=True)),
 )
 _AMD_FP8_DOWN: Final[Rows] = (
     (256, Tile(16, 128, 128, 4, 2)),
@@ -118,7 +118,12 @@ TUNED: Final[dict[Entry, Rows]] = {}
 
 @functools.cache
 def pick(kernel: str, arch: str, shape: tuple[int, ...], bucket: int) -> Tile:
-    """The tile for `bucket` tokens (a power of two: see `bucket_of`) of a problem of this shape."""
+    """The tile for `bucket` tokens (a power of two: see `bucket_of`) of a problem of this shape.
+
+    Raises ValueError where this kernel cannot run on `arch`.
+    """
+    if arch not in DEFAULTS[kernel]:
+        raise ValueError(f"{kernel} does not run on {arch}: FP8 needs one of {', '.join(FP8_ARCHS)}")
     rows = (*TUNED.get((kernel, arch, shape), ()), *DEFAULTS[kernel][arch])
     return next(tile for most, tile in rows if bucket <= most)
 

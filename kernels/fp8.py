@@ -65,13 +65,11 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_fp8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """Plain torch."""
-    T, H = x.shape
-    num_groups = -(-H // FP8_GROUP)
-    padded = torch.nn.functional.pad(x.to(torch.float32), (0, num_groups * FP8_GROUP - H))
-    groups = padded.view(T, num_groups, FP8_GROUP)
-    scale = (groups.abs().amax(dim=-1) / FP8_MAX).clamp(min=_LEAST_SCALE)  # [T, groups]
+    H = x.shape[1]
+    groups = _as_groups(x, 0)  # [T, groups, 128]
+    scale = scale_of(groups.abs().amax(dim=-1))  # [T, groups]
     y = (groups / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return y.view(T, num_groups * FP8_GROUP)[:, :H].contiguous(), scale
+    return y.flatten(1)[:, :H].contiguous(), scale
 
 
 @triton.jit
@@ -166,13 +164,46 @@ def linear_fp8_reference(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Ten
     return (activations @ dequantize_blocks(weight, weight_scale).T).to(x.dtype)
 
 
+def scale_of(largest: Tensor) -> Tensor:
+    """The scales that make the largest magnitudes of groups fill float8_e4m3fn."""
+    return (largest / FP8_MAX).clamp(min=_LEAST_SCALE)
+
+
+def group_maxima(x: Tensor, first: int) -> Tensor:
+    """x [T, K], columns `first` and on of a wider matrix -> [T, groups of 128 that they touch] float32, largest |x|."""
+    return _as_groups(x, first).abs().amax(dim=-1)
+
+
+def linear_fp8_scaled(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, first: int) -> Tensor:
+    """As linear_fp8, for columns `first` and on of wider matrices, with the activations' scales given.
+
+    x [T, K]; x_scale [T, G] and weight_scale [ceil(N / 128), G] have one column for each group of 128 that these
+    columns touch -> [T, N]. For activations whose groups span ranks; plain torch on every device.
+    """
+    groups = _as_groups(x, first)
+    quantized = (groups / x_scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    activations = quantized.to(torch.float32) * x_scale.unsqueeze(-1)
+    before = first % FP8_GROUP
+    weights = torch.nn.functional.pad(weight.to(torch.float32), (before, 0))
+    weights = dequantize_blocks(weights, weight_scale)[:, before:]  # [N, K]
+    return (activations.flatten(1)[:, before : before + x.shape[1]] @ weights.T).to(x.dtype)
+
+
+def _as_groups(x: Tensor, first: int) -> Tensor:
+    """x [T, K] -> [T, G, 128] float32, with zeros before and after."""
+    before = first % FP8_GROUP
+    num_groups = -(-(before + x.shape[1]) // FP8_GROUP)
+    padded = torch.nn.functional.pad(x.to(torch.float32), (before, num_groups * FP8_GROUP - before - x.shape[1]))
+    return padded.view(x.shape[0], num_groups, FP8_GROUP)
+
+
 def dequantize_groups(x: Tensor, scale: Tensor) -> Tensor:
-    """x [T, H] float8, scale [T, ceil(H / 128)] -> [T, H] float32."""
+    """x [T, H] of any type, scale [T, ceil(H / 128)] -> [T, H] float32."""
     return x.to(torch.float32) * scale.repeat_interleave(FP8_GROUP, dim=1)[:, : x.shape[1]]
 
 
 def dequantize_blocks(weight: Tensor, scale: Tensor) -> Tensor:
-    """weight [N, K] float8, scale [ceil(N / 128), ceil(K / 128)] -> [N, K] float32."""
+    """weight [N, K] of any type, scale [ceil(N / 128), ceil(K / 128)] -> [N, K] float32."""
     rows = scale.repeat_interleave(FP8_GROUP, dim=0)[: weight.shape[0]]
     return dequantize_groups(weight, rows)
 

@@ -92,8 +92,11 @@ class Admission:
         return not self.max_tokens or not self.requests or self.tokens + ticket.tokens <= self.max_tokens
 
     def admit(self, ticket: Ticket) -> None:
-        """The request is under way."""
+        """The request is under way; its key's next turn comes after the others'."""
         self._dequeue(ticket)
+        queue = self._queues[ticket.priority]
+        if ticket.caller in queue:
+            queue[ticket.caller] = queue.pop(ticket.caller)
         ticket.is_admitted = True
         self.requests += 1
         self.tokens += ticket.tokens
@@ -131,10 +134,7 @@ class Admission:
                         continue
                     found = True
                     yield ticket
-                    if not ticket.is_waiting:
-                        is_one_in = True
-                        if caller in queue:
-                            queue[caller] = queue.pop(caller)  # its next turn comes after the others'
+                    is_one_in = is_one_in or not ticket.is_waiting
                 if not found:
                     break
                 depth += not is_one_in

@@ -1,69 +1,92 @@
 """The proxy's routes and resources. Start reading here.
 
-POST /v1/...        handlers.Handlers.infer -> routing.choose -> relay.Relay.forward -> a replica
+POST /v1/...        client.ClientConnection -> exchange.Exchange <-> relay.Relay (who is sent what) -> a replica
 GET /nodes/control  control.ControlConnections: replicas join, report and leave -> registry.Registry
+all else            handlers.Handlers, by aiohttp, to which client.py hands the connection
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from aiohttp import web
 
+from proxy.access_log import AccessLog
+from proxy.admission import Admission
 from proxy.backends import Backends
 from proxy.config import ProxyConfig
 from proxy.control import ControlConnections
-from proxy.handlers import Handlers
+from proxy.handlers import MAX_NODE_BYTES, Handlers
+from proxy.keys import ApiKeys
 from proxy.metrics import Metrics
-from proxy.middleware import identify, shape_errors
+from proxy.middleware import allow_origins, close_connection, identify, shape_errors
 from proxy.open_requests import OpenRequests
 from proxy.protocol import CONTROL_PATH
 from proxy.registry import Registry
-from proxy.relay import RELAY, Relay, client_session
+from proxy.relay import Relay
 from proxy.strangers import StrangerLog
 
-BACKENDS: Final = web.AppKey("backends", Backends)
-OPEN_REQUESTS: Final = web.AppKey("open_requests", OpenRequests)
-REGISTRY: Final = web.AppKey("registry", Registry)
-STRANGERS: Final = web.AppKey("strangers", StrangerLog)
+INFERENCE: Final = r"/v1/{operation:[\w-]+(?:/[\w-]+)*}"
 
 
-def build_app(config: ProxyConfig, clock: Callable[[], float] = time.monotonic) -> web.Application:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proxy:
+    """The parts of one proxy that serve.py runs."""
+
+    app: web.Application  # everything but inference
+    relay: Relay
+    backends: Backends
+    strangers: StrangerLog
+
+
+def build(
+    config: ProxyConfig, keys: ApiKeys, access_log: AccessLog, clock: Callable[[], float] = time.monotonic
+) -> Proxy:
     """One proxy. `clock` gives monotonic seconds; replicas' silence and requests' durations are measured by it."""
     registry = Registry(heartbeat_timeout_s=config.heartbeat_timeout_s)
-    metrics = Metrics(registry, clock)
+    admission = Admission(
+        max_requests=config.max_requests,
+        max_tokens=config.max_tokens,
+        max_waiting=config.max_waiting,
+        queue_timeout_s=config.queue_timeout_s,
+    )
+    metrics = Metrics(registry, admission, clock)
     strangers = StrangerLog(metrics, clock)
-    open_requests = OpenRequests()
+    backends = Backends(config=config, registry=registry, clock=clock)
+    relay = Relay(
+        config=config,
+        registry=registry,
+        admission=admission,
+        metrics=metrics,
+        keys=keys,
+        access_log=access_log,
+        open_requests=OpenRequests(),
+        clock=clock,
+    )
     control = ControlConnections(config=config, registry=registry, strangers=strangers, clock=clock)
-    handlers = Handlers(config=config, registry=registry, metrics=metrics, open_requests=open_requests, clock=clock)
-
-    async def replica_connections(app: web.Application) -> AsyncIterator[None]:
-        async with client_session(config) as session:
-            app[RELAY] = Relay(session=session, config=config, metrics=metrics)
-            yield
-
-    app = web.Application(middlewares=[identify, shape_errors], client_max_size=config.max_body_bytes)
-    app[BACKENDS] = Backends(config=config, registry=registry, clock=clock)
-    app[OPEN_REQUESTS] = open_requests
-    app[REGISTRY] = registry
-    app[STRANGERS] = strangers
-    app.cleanup_ctx.append(replica_connections)
-    app.on_response_prepare.append(open_requests.close_connections)
+    handlers = Handlers(config=config, registry=registry, metrics=metrics, keys=keys, backends=backends, clock=clock)
+    app = web.Application(middlewares=[identify, shape_errors], client_max_size=MAX_NODE_BYTES)
+    app.on_response_prepare.append(close_connection)
     app.on_shutdown.append(control.close_all)
+    if config.cors_origins:
+        app.on_response_prepare.append(allow_origins(config.cors_origins))
+        app.router.add_route("OPTIONS", "/{path:.*}", handlers.preflight)
     app.add_routes(
         [
             web.get("/v1/models", handlers.models),
             web.get("/v1/models/{model:.+}", handlers.model),
-            web.post("/v1/chat/completions", handlers.infer),
-            web.post("/v1/completions", handlers.infer),
-            # Without dots, so that no path can climb out of /v1 at the replica.
-            web.post(r"/v1/{operation:[\w-]+(?:/[\w-]+)*}", handlers.infer),
             web.get("/health", handlers.health),
             web.get("/metrics", handlers.metrics),
             web.get("/nodes/status", handlers.nodes_status),
+            web.post("/nodes/add", handlers.add_node),
+            web.post("/nodes/remove", handlers.remove_node),
+            web.post("/nodes/terminate", handlers.terminate_node),
             web.get(CONTROL_PATH, control.handle),
         ]
     )
-    return app
+    for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH"):  # POST is the data path's
+        app.router.add_route(method, INFERENCE, handlers.only_post)
+    return Proxy(app=app, relay=relay, backends=backends, strangers=strangers)

@@ -1,4 +1,6 @@
-"""Servers that do not join by themselves (`--backend URL`): asked side by side whether they live and what they serve.
+"""Servers that do not join by themselves (`--backend URL`, `POST /nodes/add`).
+
+They are asked side by side whether they live and what they serve.
 
 A look is GET /health, where the server has it, then GET /v1/models. The first good look makes a backend routable;
 PROBE_FAILURES_OUT bad ones in a row put it out and PROBE_SUCCESSES_IN good ones bring it back. A refused connection
@@ -10,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import aiohttp
@@ -34,16 +36,45 @@ class Backends:
         self._config = config
         self._registry = registry
         self._clock = clock
+        self._known: dict[str, Replica] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._session: aiohttp.ClientSession | None = None
 
-    async def run(self, session: aiohttp.ClientSession) -> None:
-        """Watches all backends until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
+    async def run(self) -> None:
+        """Watches all backends, also those added meanwhile, until cancelled."""
+        async with probe_session() as self._session, asyncio.TaskGroup() as self._tasks:
             for url in self._config.backend_urls:
-                backend = self._registry.add_backend(url, now_s=self._clock())
-                tasks.create_task(self._watch(backend, session))
+                self.add(url)
+            await asyncio.Event().wait()  # those added later need the group
+
+    def add(self, url: str, models: Iterable[str] = ()) -> None:
+        """Watches one more backend; with `models`, requests may go to it before its first look."""
+        assert self._tasks is not None and self._session is not None, "backends are added while they are watched"
+        if url in self._known:
+            return
+        backend = self._known[url] = self._registry.add_backend(url, now_s=self._clock())
+        objects = {model: {"id": model, "object": "model", "created": 0, "owned_by": url} for model in models}
+        if objects:
+            self._registry.probe_succeeded(backend, objects, now_s=self._clock())
+        self._tasks.create_task(self._watch(backend, self._session))
+
+    def remove(self, url: str) -> bool:
+        """Forgets a backend; False if it is none."""
+        self._registry.remove_backend(url)
+        return self._known.pop(url, None) is not None
+
+    async def terminate(self, url: str) -> str:
+        """Asks a server to end itself, as LMDeploy's do on GET /terminate; returns what came of it."""
+        assert self._session is not None
+        try:
+            async with asyncio.timeout(self._config.probe_timeout_s):
+                async with self._session.get(f"{url}/terminate", headers=self._headers()) as response:
+                    return f"answered {response.status}"
+        except (TimeoutError, aiohttp.ClientError, OSError) as err:
+            return str(err) or "no answer"
 
     async def _watch(self, backend: Replica, session: aiohttp.ClientSession) -> None:
-        while True:
+        while self._known.get(backend.url) is backend:
             before = self._registry.state(backend, now_s=self._clock())
             finding = await self._look(backend, session)
             after = self._registry.state(backend, now_s=self._clock())
@@ -84,6 +115,13 @@ class Backends:
     def _headers(self) -> dict[str, str]:
         """A backend that wants a key wants the one that clients send through this proxy."""
         return {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else {}
+
+
+def probe_session() -> aiohttp.ClientSession:
+    """The connections on which backends are looked at."""
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+    )
 
 
 def parse_models(body: bytes) -> ModelObjects:

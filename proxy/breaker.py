@@ -29,6 +29,11 @@ class Breaker:
         self._open_until_s = 0.0  # 0: shut
         self._probe_since_s = 0.0  # 0: no probe is under way
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether all requests pass."""
+        return not self._open_until_s
+
     def allows(self, now_s: float) -> bool:
         """Whether a request may be sent now."""
         if not self._open_until_s:

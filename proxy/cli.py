@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 
 from proxy.config import ProxyConfig, flag
 from proxy.errors import ConfigError
+from proxy.memory import keep_freed_memory, spare_the_collector
 from proxy.serve import Resources, Stop, bind, open_resources, serve
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as err:
         print(f"proxy: {err}", file=sys.stderr)
         return EXIT_USAGE
+    keep_freed_memory()
+    spare_the_collector()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve_until_signalled(config, listener, resources))

@@ -108,7 +108,12 @@ class ProxyConfig:
     @property
     def backend_urls(self) -> tuple[str, ...]:
         """The backends' roots, so that every `/v1/...` path can be put behind them."""
-        return tuple(url.rstrip("/").removesuffix("/v1") for url in self.backends)
+        return tuple(map(backend_root, self.backends))
+
+
+def backend_root(url: str) -> str:
+    """A server's root, of a URL that may end as OpenAI's base URLs do."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def flag(name: str) -> str:

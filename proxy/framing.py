@@ -7,7 +7,6 @@ says how far its chunks are whole, so that a stream can be passed on, unchanged,
 from __future__ import annotations
 
 import re
-from enum import Enum
 from typing import Final, Protocol
 
 from proxy.errors import Malformed
@@ -20,13 +19,16 @@ _MAX_SIZES: Final = 4096  # size lines remembered
 _sizes: dict[bytes, int] = {}  # size line -> bytes; events of one model have few different lengths
 
 
+Bytes = bytes | memoryview  # a large body is passed on by views of what was read, without a copy
+
+
 class Body(Protocol):
     """A body that arrives."""
 
     is_done: bool
     boundary: int  # of the bytes fed last, up to here nothing is half: the rest is the start of a chunk
 
-    def feed(self, data: bytes, parts: list[bytes] | None = None) -> int:
+    def feed(self, data: bytes, parts: list[Bytes] | None = None) -> int:
         """Bytes of `data` that belong to the body; its payload is added to `parts`. Raises Malformed."""
         ...
 
@@ -41,7 +43,7 @@ class SizedBody:
         self.is_done = length == 0
         self.boundary = 0
 
-    def feed(self, data: bytes, parts: list[bytes] | None = None) -> int:
+    def feed(self, data: Bytes, parts: list[Bytes] | None = None) -> int:
         """See Body."""
         used = min(len(data), self._left)
         self._left -= used
@@ -61,7 +63,7 @@ class EndlessBody:
         self.is_done = False
         self.boundary = 0
 
-    def feed(self, data: bytes, parts: list[bytes] | None = None) -> int:
+    def feed(self, data: bytes, parts: list[Bytes] | None = None) -> int:
         """See Body."""
         self.boundary = len(data)
         if parts is not None:
@@ -69,11 +71,11 @@ class EndlessBody:
         return self.boundary
 
 
-class _At(Enum):
-    SIZE = 1
-    DATA = 2
-    DATA_END = 3
-    TRAILER = 4
+class _At:
+    SIZE: Final = 1
+    DATA: Final = 2
+    DATA_END: Final = 3
+    TRAILER: Final = 4
 
 
 class ChunkedBody:
@@ -82,23 +84,23 @@ class ChunkedBody:
     __slots__ = ("_at", "_left", "_line", "_trailer_bytes", "boundary", "is_done")
 
     def __init__(self) -> None:
-        self._at = _At.SIZE
+        self._at: int = _At.SIZE
         self._left = 0  # bytes of the current chunk's data
         self._line = b""  # the start of a line that is not whole
         self._trailer_bytes = 0
         self.is_done = False
         self.boundary = 0
 
-    def feed(self, data: bytes, parts: list[bytes] | None = None) -> int:
+    def feed(self, data: bytes, parts: list[Bytes] | None = None) -> int:
         """See Body."""
         at, total = 0, len(data)
         self.boundary = 0
         while at < total and not self.is_done:
-            if self._at is _At.SIZE and not self._line:
+            if self._at == _At.SIZE and not self._line:
                 at = self._whole_chunks(data, at, parts)
                 if at == total:
                     break
-            if self._at is _At.DATA:
+            if self._at == _At.DATA:
                 used = min(self._left, total - at)
                 if parts is not None:
                     parts.append(data[at : at + used])
@@ -110,7 +112,7 @@ class ChunkedBody:
                 at = self._take_line(data, at)
         return at
 
-    def _whole_chunks(self, data: bytes, at: int, parts: list[bytes] | None) -> int:
+    def _whole_chunks(self, data: bytes, at: int, parts: list[Bytes] | None) -> int:
         """Passes over chunks that are there as a whole: nearly all of an event stream."""
         total = len(data)
         while at < total:
@@ -138,7 +140,7 @@ class ChunkedBody:
         line = self._line + (data[at:] if end < 0 else data[at : end + 1])
         if len(line) > MAX_LINE_BYTES:
             raise Malformed(f"a line between chunks is longer than {MAX_LINE_BYTES} bytes")
-        if self._at is _At.DATA_END and not b"\r\n".startswith(line):
+        if self._at == _At.DATA_END and not b"\r\n".startswith(line):
             raise Malformed("a chunk is longer than its size")
         if end < 0:
             self._line = line
@@ -150,10 +152,10 @@ class ChunkedBody:
         return end + 1
 
     def _end_line(self, line: bytes, end: int) -> None:
-        if self._at is _At.SIZE:
+        if self._at == _At.SIZE:
             self._left = _size_of(line)
             self._at = _At.DATA if self._left else _At.TRAILER
-        elif self._at is _At.DATA_END:
+        elif self._at == _At.DATA_END:
             self._at = _At.SIZE
             self.boundary = end
         elif line:
@@ -175,9 +177,15 @@ def _size_of(line: bytes) -> int:
     return size
 
 
-def chunk(payload: bytes) -> bytes:
+def chunk(payload: Bytes) -> bytes:
     """One chunk of the chunked transfer coding."""
-    return b"%x\r\n%b\r\n" % (len(payload), payload)
+    return b"".join((b"%x\r\n" % len(payload), payload, b"\r\n"))
 
 
 LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+def first_payload(raw: bytes) -> bytes:
+    """What has come of the payload of a chunk that is not whole."""
+    line, _, rest = raw.partition(b"\r\n")
+    return rest[: _size_of(line)] if rest else b""

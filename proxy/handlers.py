@@ -1,10 +1,8 @@
-"""The OpenAI routes, and what operators ask: /health, /metrics, /nodes/status."""
+"""What the proxy answers itself: /v1/models, and what operators ask: /health, /metrics, /nodes/..."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import logging
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Final
@@ -13,32 +11,18 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from proxy.auth import check_bearer
-from proxy.config import ProxyConfig
-from proxy.errors import (
-    BadRequest,
-    BodyTooLarge,
-    ConnectFailed,
-    NoReplicaAvailable,
-    RequestError,
-    UnknownModel,
-    UpstreamFailed,
-    UpstreamTimeout,
-)
+from proxy.backends import Backends
+from proxy.config import ProxyConfig, backend_root, is_http_url
+from proxy.errors import BadRequest, UnknownModel
+from proxy.keys import ApiKeys
 from proxy.metrics import Metrics
-from proxy.middleware import REQUEST_ID
-from proxy.open_requests import OpenRequests
-from proxy.registry import InFlight, Registry, Replica
-from proxy.relay import RELAY
-from proxy.routing import choose, requested_model
+from proxy.registry import Registry, Replica
 
-logger = logging.getLogger(__name__)
-
-MAX_ATTEMPTS: Final = 2  # replicas that a request is offered to, where the first does not accept the connection
-CLIENT_LEFT_STATUS: Final = 499  # nginx's number for it; in metrics only
+MAX_NODE_BYTES: Final = 64 * 1024  # of a body of /nodes/...
 
 
 class Handlers:
-    """The routes of one proxy, but for the replicas' control connections."""
+    """The routes of one proxy, but for inference and the replicas' control connections."""
 
     def __init__(
         self,
@@ -46,37 +30,16 @@ class Handlers:
         config: ProxyConfig,
         registry: Registry,
         metrics: Metrics,
-        open_requests: OpenRequests,
+        keys: ApiKeys,
+        backends: Backends,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._registry = registry
         self._metrics = metrics
-        self._open_requests = open_requests
+        self._keys = keys
+        self._backends = backends
         self._clock = clock
-        self._turns = itertools.count()
-
-    async def infer(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/...: whatever a replica may serve, sent to the best replica."""
-        resource = request.match_info.route.resource
-        route = "" if resource is None else resource.canonical
-        started_s = self._clock()
-        status = 500
-        try:
-            with self._open_requests.track():
-                self._check_api_key(request)
-                answer = await self._forward(request, await self._read_body(request))
-                status = answer.status
-                return answer
-        except RequestError as err:
-            status = err.status
-            raise
-        except asyncio.CancelledError:
-            status = CLIENT_LEFT_STATUS
-            raise
-        finally:
-            self._metrics.requests.labels(route, status).inc()
-            self._metrics.request_duration_s.labels(route).observe(self._clock() - started_s)
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models: what live replicas serve, each model once."""
@@ -104,54 +67,69 @@ class Handlers:
 
     async def nodes_status(self, request: web.Request) -> web.Response:
         """GET /nodes/status: every known replica with its state and load, for operators."""
-        check_bearer(request, self._config.proxy_token, "the proxy's token (--proxy-token)")
+        self._check_token(request)
         return web.json_response({"replicas": [self._describe(replica) for replica in self._registry.known()]})
 
-    def _check_api_key(self, request: web.Request) -> None:
-        check_bearer(request, self._config.api_key, "the API key")
+    async def add_node(self, request: web.Request) -> web.Response:
+        """POST /nodes/add {"url": ..., "status": {"models": [...]}}: spreads requests over this server too.
 
-    async def _read_body(self, request: web.Request) -> bytes:
-        """The whole body as the client sent it. Raises BodyTooLarge and BadRequest."""
-        limit = self._config.max_body_bytes
+        With models it is routable at once, else when its first probe succeeded. What is known already stays.
+        """
+        url, models = await self._read_node(request)
+        self._backends.add(url, models)
+        return web.json_response({"url": url, "status": "added"})
+
+    async def remove_node(self, request: web.Request) -> web.Response:
+        """POST /nodes/remove {"url": ...}: no new requests; what runs there goes on."""
+        url, _ = await self._read_node(request)
+        self._remove(url)
+        return web.json_response({"url": url, "status": "removed"})
+
+    async def terminate_node(self, request: web.Request) -> web.Response:
+        """POST /nodes/terminate {"url": ...}: removes the server, and asks it to end itself (GET /terminate)."""
+        url, _ = await self._read_node(request)
+        self._remove(url)
+        answer = await self._backends.terminate(url)
+        return web.json_response({"url": url, "status": "removed", "terminate": answer})
+
+    async def only_post(self, request: web.Request) -> web.StreamResponse:
+        """Any other method on an inference route."""
+        raise web.HTTPMethodNotAllowed(request.method, ["POST"])
+
+    async def preflight(self, request: web.Request) -> web.Response:
+        """OPTIONS on any route, where --cors-origin lets pages of other origins ask."""
+        return web.Response(
+            status=204,
+            headers={
+                "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+                "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
+                "Access-Control-Max-Age": "3600",
+            },
+        )
+
+    async def _read_node(self, request: web.Request) -> tuple[str, list[str]]:
+        """The url and the models of a body in LMDeploy's shape. Raises BadRequest."""
+        self._check_token(request)
         try:
-            if request.content_length is not None and request.content_length > limit:
-                raise BodyTooLarge(f"body has {request.content_length} bytes, limit is {limit} (--max-body-mb)")
-            async with asyncio.timeout(self._config.client_timeout_s):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge as err:
-            raise BodyTooLarge(f"body has more than {limit} bytes (--max-body-mb)") from err
-        except web.RequestPayloadError as err:
-            raise BadRequest(f"the body is malformed: {err}") from err
-        except TimeoutError as err:
-            raise BadRequest(f"the body did not arrive within {self._config.client_timeout_s:g} s") from err
+            node: Any = json.loads(await request.content.read(MAX_NODE_BYTES))
+            url = backend_root(node["url"])
+            models = [str(model) for model in (node.get("status") or {}).get("models") or []]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+            raise BadRequest('the body must look like {"url": "http://HOST:PORT"}') from err
+        if not is_http_url(url):
+            raise BadRequest(f"url is {url!r}, must look like http://HOST:PORT")
+        return url, models
 
-    async def _forward(self, request: web.Request, body: bytes) -> web.StreamResponse:
-        """Sends the request to a replica, and to one other if that replica never accepted the connection."""
-        model = requested_model(body)
-        tried: list[Replica] = []
-        while len(tried) < MAX_ATTEMPTS:
-            replica = choose(
-                self._registry.live(now_s=self._clock()),
-                self._registry.known(),
-                model=model,
-                tried=tried,
-                turn=next(self._turns),
-            )
-            tried.append(replica)
-            try:
-                with InFlight(replica):
-                    return await request.app[RELAY].forward(request, body, replica, request[REQUEST_ID])
-            except ConnectFailed as err:
-                self._registry.connect_failed(replica)
-                self._metrics.upstream_failures.labels(err.code).inc()
-                logger.warning("replica refused a connection replica_id=%s err=%s", replica.replica_id, err)
-            except (UpstreamFailed, UpstreamTimeout) as err:
-                self._metrics.upstream_failures.labels(err.code).inc()
-                logger.warning(
-                    "request failed replica_id=%s request_id=%s err=%s", replica.replica_id, request[REQUEST_ID], err
-                )
-                raise
-        raise NoReplicaAvailable("the replicas that were tried do not accept connections; try again shortly")
+    def _remove(self, url: str) -> None:
+        if not self._backends.remove(url):
+            raise BadRequest(f"{url} is no server that was added here; replicas that joined are stopped where they run")
+
+    def _check_token(self, request: web.Request) -> None:
+        check_bearer(request, self._config.proxy_token, "the proxy's token (--proxy-token)")
+
+    def _check_api_key(self, request: web.Request) -> None:
+        shown = request.headers.get("Authorization")
+        self._keys.caller(None if shown is None else shown.encode(errors="surrogateescape"))
 
     def _live_models(self) -> dict[str, Mapping[str, Any]]:
         models: dict[str, Mapping[str, Any]] = {}
@@ -169,5 +147,5 @@ class Handlers:
             "is_backend": replica.is_backend,
             "models": list(replica.models),
             "in_flight": replica.in_flight,
-            "load": None if replica.load is None else asdict(replica.load),
+            "load": None if replica.report is None else asdict(replica.report),
         }

@@ -1,51 +1,73 @@
-"""What the proxy counts, for Prometheus. One registry per app, so that two apps in one process never meet."""
+"""What the proxy counts, for Prometheus. One set per app, so that two apps in one process never meet.
+
+What every request touches is kept in plain dicts and lists, which cost a tenth of prometheus_client's objects, and
+takes their shape when it is asked for.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from proxy.admission import Admission
 from proxy.registry import Registry, ReplicaState
 
 # A short answer takes milliseconds, a long generation minutes.
 DURATION_BUCKETS_S: Final = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+OWN_BUCKETS_S: Final = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1)
+
+
+class Histogram:
+    """Counts of values by bucket."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...] = DURATION_BUCKETS_S) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
+        """Shows it to Prometheus."""
+        names = [*map(floatToGoString, self.bounds), "+Inf"]
+        family.add_metric(labels, list(zip(names, accumulate(self.counts), strict=True)), self.total)
 
 
 class Metrics:
     """The counters of one proxy; `text()` is what /metrics answers."""
 
-    def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
+    def __init__(self, registry: Registry, admission: Admission, clock: Callable[[], float]) -> None:
+        self.requests: Tally[tuple[str, int]] = Tally()  # (route, status) -> requests that ended
+        self.replica_requests: Tally[tuple[str, str]] = Tally()  # (replica id, outcome) -> attempts that ended
+        self.duration_s: defaultdict[str, Histogram] = defaultdict(Histogram)  # route ->
+        self.first_byte_s: defaultdict[str, Histogram] = defaultdict(Histogram)  # replica id ->
+        self.own_s = Histogram(OWN_BUCKETS_S)
+        self.queue_s = Histogram()
         self._prometheus = CollectorRegistry()
+        self._prometheus.register(_RequestCollector(self, admission))
         self._prometheus.register(_ReplicaCollector(registry, clock))
-        self.requests = Counter(
-            "lockstep_proxy_requests",
-            "Requests that ended, by the answer's status (499: the client left first).",
-            ["route", "status"],
-            registry=self._prometheus,
-        )
-        self.request_duration_s = Histogram(
-            "lockstep_proxy_request_duration_seconds",
-            "From a request's head to the end of its answer.",
-            ["route"],
-            buckets=DURATION_BUCKETS_S,
-            registry=self._prometheus,
-        )
-        self.first_byte_s = Histogram(
-            "lockstep_proxy_first_byte_seconds",
-            "From sending a request to a replica to the first byte of its answer's body.",
-            buckets=DURATION_BUCKETS_S,
-            registry=self._prometheus,
-        )
         self.upstream_failures = Counter(
             "lockstep_proxy_upstream_failures",
             "Times a replica did not answer whole: the error's code, or cut after the answer had begun.",
             ["reason"],
             registry=self._prometheus,
+        )
+        self.retries = Counter(
+            "lockstep_proxy_retries", "Requests sent to a second replica.", ["reason"], registry=self._prometheus
         )
         self.strangers = Counter(
             "lockstep_proxy_strangers",
@@ -56,6 +78,70 @@ class Metrics:
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._prometheus)
+
+    def forget_replicas(self, known: set[str]) -> None:
+        """Drops the series of replicas that are gone, so that their number stays bounded."""
+        for key in [key for key in self.replica_requests if key[0] not in known]:
+            del self.replica_requests[key]
+        for replica_id in self.first_byte_s.keys() - known:
+            del self.first_byte_s[replica_id]
+
+
+class _RequestCollector(Collector):
+    """What is kept in plain dicts."""
+
+    def __init__(self, metrics: Metrics, admission: Admission) -> None:
+        self._metrics = metrics
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "lockstep_proxy_requests",
+            "Requests that ended, by the answer's status (499: the client left first).",
+            labels=["route", "status"],
+        )
+        for (route, status), count in self._metrics.requests.items():
+            requests.add_metric([route, str(status)], count)
+        attempts = CounterMetricFamily(
+            "lockstep_proxy_replica_requests",
+            "Requests that a replica was sent and that ended, by how they did.",
+            labels=["replica", "outcome"],
+        )
+        for (replica_id, outcome), count in self._metrics.replica_requests.items():
+            attempts.add_metric([replica_id, outcome], count)
+        yield from (requests, attempts)
+        yield from self._times()
+        for name, value, text in (
+            ("open_requests", self._admission.requests, "Requests that are under way."),
+            ("open_tokens", self._admission.tokens, "Tokens of their prompts, as their bytes / 4."),
+            ("waiting_requests", self._admission.waiting, "Requests that wait to be let in."),
+        ):
+            yield GaugeMetricFamily(f"lockstep_proxy_{name}", text, value=value)
+
+    def _times(self) -> Iterator[Metric]:
+        metrics = self._metrics
+        duration = HistogramMetricFamily(
+            "lockstep_proxy_request_duration_seconds",
+            "From a request's head to the end of its answer.",
+            labels=["route"],
+        )
+        for route, histogram in metrics.duration_s.items():
+            histogram.add_to(duration, [route])
+        first_byte = HistogramMetricFamily(
+            "lockstep_proxy_first_byte_seconds",
+            "The replica's time: from sending it a request to the first byte of its answer's body.",
+            labels=["replica"],
+        )
+        for replica_id, histogram in metrics.first_byte_s.items():
+            histogram.add_to(first_byte, [replica_id])
+        own = HistogramMetricFamily(
+            "lockstep_proxy_own_seconds",
+            "The proxy's time: from a request's last byte to sending it to a replica, without the queue.",
+        )
+        metrics.own_s.add_to(own, [])
+        queue = HistogramMetricFamily("lockstep_proxy_queue_seconds", "The queue's time, of requests that waited.")
+        metrics.queue_s.add_to(queue, [])
+        yield from (duration, first_byte, own, queue)
 
 
 class _ReplicaCollector(Collector):

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Final
 
 from aiohttp import web
@@ -48,6 +48,26 @@ async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResp
             raise  # the answer has begun: aiohttp logs this and closes the connection
         logger.exception("request failed path=%s request_id=%s", request.path, request[REQUEST_ID])
         return _json(error_body("the proxy failed", kind="server_error", code=None), 500, {})
+
+
+async def close_connection(request: web.Request, answer: web.StreamResponse) -> None:
+    """For `app.on_response_prepare`: the next request on the connection could be for the data path, not for aiohttp."""
+    if not isinstance(answer, web.WebSocketResponse):
+        answer.force_close()
+        answer.headers["Connection"] = "close"
+
+
+def allow_origins(origins: Collection[str]) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """For `app.on_response_prepare`: lets pages of these origins read the answers."""
+
+    async def allow(request: web.Request, answer: web.StreamResponse) -> None:
+        origin = request.headers.get("Origin")
+        if origin is not None and ("*" in origins or origin in origins):
+            answer.headers["Access-Control-Allow-Origin"] = "*" if "*" in origins else origin
+            answer.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+            answer.headers["Vary"] = "Origin"
+
+    return allow
 
 
 def _json(body: dict[str, Any], status: int, headers: Mapping[str, str]) -> web.Response:

@@ -24,7 +24,7 @@ class Picker:
         self._seen = PrefixIndex(PREFIX_ENTRIES)
 
     def pick(self, candidates: Sequence[Replica], body: bytes, session: bytes | None) -> Replica:
-        """One of the candidates, of which there is at least one. `session` is the client's session key, if it has one."""
+        """One of the candidates, of which there is at least one; `session` is the client's session key, if any."""
         self._turn += 1
         match self._policy:
             case Routing.LEAST_LOAD:

@@ -1,246 +1,388 @@
-"""One request to one replica, and the bytes of its answer back to the client.
-
-Headers pass end to end but for those that belong to one connection; bodies pass as bytes, and an answer goes out chunk
-by chunk as it comes in. An answer has these ends:
-
-    whole                                  the client's answer ends as the replica's did
-    the replica refuses the connection     ConnectFailed: nothing was sent, so the caller may try another replica
-    it fails before the first body byte    UpstreamFailed (502) or UpstreamTimeout (504): it may have done the work
-    it fails later, in an event stream     every byte that came, then an error event in OpenAI's form, then the end;
-                                           never a `[DONE]` that the replica did not send
-    it fails later, otherwise              the client's connection is aborted, so that half an answer never looks whole
-    the client leaves, at any time         the handler is cancelled, and with it the connection to the replica closes
-"""
+"""What the exchanges of one proxy share: who is sent what, who waits, who is tried again, and what is counted."""
 
 from __future__ import annotations
 
 import asyncio
-import io
-import json
+import itertools
 import logging
-from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
+import re
+import time
+import uuid
+from collections.abc import Callable
 from typing import Final
+from urllib.parse import urlsplit
 
-import aiohttp
-from aiohttp import web
-from multidict import CIMultiDict
-from yarl import URL
-
+from proxy.access_log import AccessLog
+from proxy.admission import Admission, Ticket, parse_priority
+from proxy.breaker import RetryBudget
+from proxy.client import ClientConnection
 from proxy.config import ProxyConfig
-from proxy.errors import ConnectFailed, UpstreamFailed, UpstreamTimeout
+from proxy.errors import (
+    BadRequest,
+    ConnectFailed,
+    NoReplicaAvailable,
+    NotBegun,
+    Overloaded,
+    RequestError,
+    UpstreamFailed,
+    UpstreamTimeout,
+)
+from proxy.exchange import Exchange, Phase, too_large
+from proxy.framing import Bytes
+from proxy.http1 import RequestHead
+from proxy.keys import ApiKeys
 from proxy.metrics import Metrics
-from proxy.protocol import REQUEST_ID_HEADER
-from proxy.registry import Replica
+from proxy.open_requests import OpenRequests
+from proxy.picker import Picker
+from proxy.registry import Registry, Replica
+from proxy.routing import Routing, candidates
+from proxy.scan import END_BYTES, PROMPT_BYTES, model_in_beginning, model_in_part, requested_model
+from proxy.upstream import Pool
 
 logger = logging.getLogger(__name__)
 
-# RFC 9110 section 7.6.1, and `Keep-Alive` and `Proxy-Connection` of older clients. They describe one connection.
-HOP_BY_HOP: Final = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
-# Answered by this proxy, or made anew for the replica's connection.
-NOT_FORWARDED: Final = HOP_BY_HOP | {"host", "content-length", "expect", "authorization", "x-request-id"}
-
-# Below uvicorn's 5 s, the shortest of the servers met: a connection that is about to be closed is not used again.
-IDLE_CONNECTION_S: Final = 4.0
-READ_BUFFER_BYTES: Final = 64 * 1024  # a slow reader holds at most twice this of its answer here
-MAX_HEADER_BYTES: Final = 64 * 1024  # of one header field
-EVENT_STREAM: Final = "text/event-stream"
-EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
+MAX_ATTEMPTS: Final = 2  # replicas that a request is sent to
+VERDICT_S: Final = 0.3  # a process that died closes all its connections within milliseconds of each other
+REFUSED_IN_A_ROW: Final = 16  # waiting requests that find no room before the others are not asked
+BYTES_PER_TOKEN: Final = 4
+_VALID_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_RANK: Final = re.compile(rb"[0-9]{1,9}")
 
 
-def client_session(config: ProxyConfig) -> aiohttp.ClientSession:
-    """The connections to all replicas. aiohttp's own limits are off; the relay sets a deadline for each phase."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=IDLE_CONNECTION_S),
-        timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_timeout_s, sock_read=None),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-        trust_env=False,
-        read_bufsize=READ_BUFFER_BYTES,
-        max_line_size=MAX_HEADER_BYTES,
-        max_field_size=MAX_HEADER_BYTES,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Relay:
-    """The way to the replicas: what every request through it shares."""
+    """The data path of one proxy. `clock` gives monotonic seconds; `now_s` is a coarse one, good for deadlines."""
 
-    session: aiohttp.ClientSession
-    config: ProxyConfig
-    metrics: Metrics
-
-    async def forward(self, request: web.Request, body: bytes, replica: Replica, request_id: str) -> web.StreamResponse:
-        """Sends the request to the replica and its answer to the client; returns the answer, which has been sent.
-
-        Raises ConnectFailed, UpstreamFailed or UpstreamTimeout, all before anything was sent to the client.
-        """
-        started_s = asyncio.get_running_loop().time()
-        upstream = await self._send(request, body, replica, request_id, started_s)
-        answer = web.StreamResponse(
-            status=upstream.status, reason=upstream.reason, headers=_answer_headers(upstream, request_id)
-        )
-        try:
-            await self._pump(request, upstream, answer, started_s)
-        except ConnectionError as err:
-            # Only writing to the client raises this: `_read` translates what reading from the replica raises.
-            logger.debug("client left request_id=%s err=%r", request_id, err)
-        finally:
-            upstream.close()  # does nothing to a connection whose answer was read to its end
-        return answer
-
-    async def _send(
-        self, request: web.Request, body: bytes, replica: Replica, request_id: str, started_s: float
-    ) -> aiohttp.ClientResponse:
-        """The replica's answer up to the end of its head."""
-        url = URL(replica.url + _target(request), encoded=True)
-        try:
-            async with asyncio.timeout_at(started_s + self.config.first_byte_timeout_s):
-                return await self.session.post(
-                    url,
-                    data=io.BytesIO(body),  # aiohttp would write bytes in one piece, however large
-                    headers=_request_headers(request, request_id),
-                    allow_redirects=False,
-                )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as err:
-            raise ConnectFailed(f"no connection to {replica.url}: {err}") from err
-        except TimeoutError as err:
-            raise UpstreamTimeout("the replica did not begin its answer in time") from err
-        except (aiohttp.ClientError, OSError) as err:
-            raise UpstreamFailed("the replica broke off before its answer began") from err
-
-    async def _pump(
+    def __init__(
         self,
-        request: web.Request,
-        upstream: aiohttp.ClientResponse,
-        answer: web.StreamResponse,
-        started_s: float,
+        *,
+        config: ProxyConfig,
+        registry: Registry,
+        admission: Admission,
+        metrics: Metrics,
+        keys: ApiKeys,
+        access_log: AccessLog,
+        open_requests: OpenRequests,
+        clock: Callable[[], float],
     ) -> None:
-        """The answer, chunk by chunk. Raises UpstreamFailed or UpstreamTimeout if not even its head went out."""
-        loop = asyncio.get_running_loop()
-        if upstream.content_type == EVENT_STREAM:
-            await answer.prepare(request)  # an event stream's head does not wait for its first event
-        deadline_s = started_s + self.config.first_byte_timeout_s
-        chunk = b""
-        while True:
-            try:
-                chunk, sent = await _read(upstream, deadline_s), chunk
-            except (UpstreamFailed, UpstreamTimeout) as err:
-                if not answer.prepared:
-                    raise
-                await self._end_cut(request, upstream, answer, err, chunk)
-                return
-            if not answer.prepared:
-                await answer.prepare(request)
-            if not chunk:
-                await self._to_client(request, answer.write_eof())
-                return
-            await self._to_client(request, answer.write(chunk))
-            if not sent:
-                self.metrics.first_byte_s.observe(loop.time() - started_s)
-            deadline_s = loop.time() + self.config.between_bytes_timeout_s
+        self.config = config
+        self.metrics = metrics
+        self.clock = clock
+        self.now_s = clock()
+        self.pool = Pool(config.connect_timeout_s, clock)
+        self.journal_bytes = config.journal_kb * 1024
+        self.open_requests = open_requests
+        self._registry = registry
+        self._admission = admission
+        self._keys = keys
+        self._access_log = access_log
+        self._picker = Picker(Routing(config.routing))
+        self._budget = RetryBudget()
+        self._session_header = config.session_header.lower().encode()
+        self._needs_body = config.routing == Routing.PREFIX
+        self._allows_any_origin = "*" in config.cors_origins
+        self._origins = frozenset(origin.encode() for origin in config.cors_origins)
+        self._addresses: dict[str, tuple[bytes, bytes]] = {}
+        self._verdicts: dict[Exchange, UpstreamFailed] = {}
+        self._is_placing = False
+        self._tasks: asyncio.TaskGroup | None = None
+        self._id_prefix = uuid.uuid4().hex[:20].encode()
+        self._id_numbers = itertools.count(1)
+        registry.on_change = self._registry_changed
 
-    async def _end_cut(
-        self,
-        request: web.Request,
-        upstream: aiohttp.ClientResponse,
-        answer: web.StreamResponse,
-        err: UpstreamFailed | UpstreamTimeout,
-        sent: bytes,
-    ) -> None:
-        """Ends an answer that has begun and cannot be finished; `sent` is the last of what the client has."""
-        self.metrics.upstream_failures.labels("cut").inc()
-        logger.warning("answer cut request_id=%s reason=%r", answer.headers[REQUEST_ID_HEADER], str(err))
-        # aiohttp's reader keeps what came before the failure, but its public methods only raise from then on.
-        rest = upstream.content._read_nowait(-1)
-        if rest:
-            await self._to_client(request, answer.write(rest))
-        is_plain = "Content-Encoding" not in answer.headers and answer.content_length is None
-        if not (upstream.content_type == EVENT_STREAM and is_plain):
-            abort(request)
+    # What an exchange begins with.
+
+    def open(self, client: ClientConnection, head: RequestHead, route: str) -> Exchange:
+        """The exchange for a request whose head is here. Raises RequestError if it is refused for its head alone."""
+        noted, length = head.fields.noted, head.fields.content_length or 0
+        caller = self._keys.caller(noted.get(b"authorization"))
+        if length > self.config.max_body_bytes:
+            raise too_large(length, self.config.max_body_bytes)
+        if self._admission.waiting >= self.config.max_waiting > 0:
+            raise Overloaded(f"{self._admission.waiting} requests wait already, limit {self.config.max_waiting}")
+        shown = noted.get(b"x-priority")
+        priority = caller.priority if shown is None else parse_priority(shown.decode("latin-1"))
+        ticket = Ticket(None, caller, priority, length // BYTES_PER_TOKEN)
+        self._admission.take(ticket)
+        self._budget.earn()
+        exchange = Exchange(self, client, head, route=route, request_id=self.request_id(head), ticket=ticket)
+        ticket.request = exchange
+        self.open_requests.add(exchange)
+        return exchange
+
+    def request_id(self, head: RequestHead) -> bytes:
+        """The client's, or a new one."""
+        shown = head.fields.noted.get(b"x-request-id", b"")
+        if shown and _VALID_ID.fullmatch(shown):
+            return shown
+        return b"%b%012x" % (self._id_prefix, next(self._id_numbers))
+
+    def can_begin(self, exchange: Exchange, parts: list[Bytes], *, is_whole: bool) -> bool:
+        """Reads from the body what routing needs; False if that takes more of it."""
+        if not parts:
+            return is_whole
+        exchange.model = model_in_beginning(bytes(parts[0][:END_BYTES]))
+        if exchange.model is None:
+            text = b"".join(parts)
+            exchange.model = requested_model(text) if is_whole else model_in_part(text)
+        return is_whole or exchange.model is not None or len(self._models()) <= 1
+
+    def address(self, url: str) -> tuple[bytes, bytes]:
+        """The Host and the base path of a replica's URL."""
+        found = self._addresses.get(url)
+        if found is None:
+            parts = urlsplit(url)
+            found = self._addresses[url] = (parts.netloc.rpartition("@")[2].encode(), parts.path.encode())
+        return found
+
+    def cors_lines(self, head: RequestHead) -> list[bytes]:
+        """The headers with which a browser lets a page of another origin read the answer."""
+        origin = head.fields.noted.get(b"origin") if self.config.cors_origins else None
+        if origin is None or not (self._allows_any_origin or origin in self._origins):
+            return []
+        return [
+            b"Access-Control-Allow-Origin: " + (b"*" if self._allows_any_origin else origin),
+            b"Access-Control-Expose-Headers: X-Request-Id, Retry-After",
+            b"Vary: Origin",
+        ]
+
+    # Who is sent what.
+
+    def place(self, exchange: Exchange) -> None:
+        """Sends the request to a replica, lets it wait, or ends it."""
+        if self._admission.waiting and not exchange.ticket.is_waiting and not exchange.tried:
+            self._wait(exchange)  # behind those who wait already, unless those wait for something else
+            self._place_waiting()
             return
-        last = rest or sent
-        gap = b"" if not last or last.endswith(EVENT_ENDS) else b"\n\n"  # half an event must not swallow the error
-        await self._to_client(request, answer.write(gap + b"data: " + json.dumps(err.body()).encode() + b"\n\n"))
-        # A whole HTTP answer on a connection that stays usable: a client's reader may drop what it has not yet handed
-        # out when a connection breaks, and a pool may send its next request into a close that no header announced.
-        await self._to_client(request, answer.write_eof())
+        self._try_to_place(exchange)
 
-    async def _to_client(self, request: web.Request, sending: Awaitable[None]) -> None:
-        """Sends to the client. Raises ConnectionError if it left, or read nothing for too long."""
+    def _try_to_place(self, exchange: Exchange) -> bool:
+        """False if the request must go on waiting."""
+        now_s = self.clock()
+        ticket = exchange.ticket
         try:
-            async with asyncio.timeout(self.config.client_timeout_s):
-                await sending
-        except TimeoutError as err:
-            abort(request)
-            raise ConnectionAbortedError(f"client read nothing for {self.config.client_timeout_s:g} s") from err
+            if not (ticket.is_admitted or self._admission.has_room(ticket)):
+                return self._wait(exchange)
+            replica = self._choose(exchange, now_s)
+        except RequestError as err:
+            exchange.fail(err)
+            return True
+        if replica is None:
+            return self._wait(exchange)
+        if not ticket.is_admitted:
+            if ticket.is_waiting:
+                exchange.queue_s = now_s - exchange.ready_s
+                self.metrics.queue_s.observe(exchange.queue_s)
+            self._admission.admit(ticket)
+        if not replica.breaker.is_shut:
+            replica.breaker.sent(now_s)
+            self._registry.broke()
+        exchange.send_to(replica)
+        return True
 
+    def _choose(self, exchange: Exchange, now_s: float) -> Replica | None:
+        """The replica for the request; None if it should wait for one. Raises RequestError if that is no use."""
+        noted = exchange.head.fields.noted
+        rank = noted.get(b"x-data-parallel-rank")
+        if rank is not None and not _RANK.fullmatch(rank):
+            raise BadRequest("X-data-parallel-rank is no number")
+        try:
+            found = candidates(
+                self._registry.live(now_s=now_s),
+                self._registry.known,
+                model=exchange.model,
+                tried=exchange.tried,
+                dp_rank=None if rank is None else int(rank),
+            )
+        except NoReplicaAvailable:
+            if self._registry.may_be_live_soon(now_s=now_s):
+                return None
+            raise
+        body = bytes(exchange.body[0][:PROMPT_BYTES]) if self._needs_body and exchange.body else b""
+        session = noted.get(self._session_header)
+        replica = self._picker.pick(found, body, session)
+        tokens = exchange.ticket.tokens
+        if not self._has_room(replica, tokens):
+            found = [replica for replica in found if self._has_room(replica, tokens)]
+            return self._picker.pick(found, body, session) if found else None
+        return replica
 
-RELAY: Final = web.AppKey("relay", Relay)
+    def _has_room(self, replica: Replica, tokens: int) -> bool:
+        """Whether the replica's bounds let the request in. A single one is let in however large it is."""
+        if replica.in_flight >= self.config.max_replica_requests:
+            return False
+        most = self.config.max_replica_tokens
+        return not most or not replica.in_flight or replica.in_flight_tokens + tokens <= most
 
+    def _wait(self, exchange: Exchange) -> bool:
+        """Puts the request in the queue, or ends it if that is full. Always False but for the latter."""
+        try:
+            self._admission.suspend(exchange.ticket, self.clock())
+        except Overloaded as err:
+            exchange.fail(err)
+            return True
+        exchange.phase = Phase.WAITING
+        return False
 
-async def _read(upstream: aiohttp.ClientResponse, deadline_s: float) -> bytes:
-    """The next bytes, never of more than one HTTP chunk; empty at the end. Raises UpstreamFailed, UpstreamTimeout."""
-    try:
-        async with asyncio.timeout_at(deadline_s):
+    def _place_waiting(self) -> None:
+        """Lets in who can be let in, in their turn."""
+        if self._is_placing:
+            return
+        self._is_placing = True
+        try:
+            refused = 0
+            for ticket in self._admission.in_turn():
+                refused = 0 if self._try_to_place(ticket.request) else refused + 1
+                if refused >= REFUSED_IN_A_ROW or self._admission.requests >= self._admission.max_requests:
+                    break
+        finally:
+            self._is_placing = False
+
+    def dial(self, exchange: Exchange, replica: Replica) -> None:
+        """Opens a connection for the exchange."""
+        assert self._tasks is not None, "requests come only while the proxy runs"
+        self._tasks.create_task(self._dial(exchange, replica))
+
+    async def _dial(self, exchange: Exchange, replica: Replica) -> None:
+        try:
+            upstream = await self.pool.dial(replica.url)
+        except ConnectFailed as err:
+            self._registry.connect_failed(replica)
+            self.metrics.upstream_failures.labels(err.code).inc()
+            logger.warning("replica refused a connection replica_id=%s err=%s", replica.replica_id, err)
+            exchange.connect_failed(replica, err)
+            return
+        exchange.connected(upstream)
+
+    # Who is tried again.
+
+    def may_try_again(self, exchange: Exchange) -> bool:
+        """Whether a request that did not run may be sent to one more replica."""
+        return len(exchange.tried) < MAX_ATTEMPTS
+
+    def try_again(self, exchange: Exchange, err: UpstreamFailed) -> None:
+        """Sends a request that certainly did not run to another replica, if one is left and the budget allows it."""
+        exchange.answer = None
+        if not self.may_try_again(exchange):
+            exchange.fail(NoReplicaAvailable("the replicas that were tried do not take the request; try again shortly"))
+        elif not self._budget.spend():
+            exchange.fail(NoReplicaAvailable("too many requests fail to try this one again; try again shortly"))
+        else:
+            self.metrics.retries.labels(err.code).inc()
+            self._try_to_place(exchange)
+
+    def await_verdict(self, exchange: Exchange, err: UpstreamFailed) -> None:
+        """The connection broke before any byte of an answer: waits for the replica to prove dead, but not long."""
+        assert exchange.replica is not None
+        if exchange.replica.is_gone:
+            self.try_again(exchange, err)
+        elif exchange.replica.is_backend:
+            exchange.fail(err)  # nothing would tell
+        else:
+            self._verdicts[exchange] = err
+            asyncio.get_running_loop().call_later(VERDICT_S, self._end_verdict, exchange)
+
+    def _end_verdict(self, exchange: Exchange) -> None:
+        err = self._verdicts.pop(exchange, None)
+        if err is not None and exchange.phase == Phase.VERDICT:
+            exchange.fail(err)
+
+    def _registry_changed(self) -> None:
+        for exchange, err in list(self._verdicts.items()):
+            if exchange.phase != Phase.VERDICT:
+                del self._verdicts[exchange]
+            elif exchange.replica is not None and exchange.replica.is_gone:
+                del self._verdicts[exchange]
+                self.try_again(exchange, err)
+        if self._admission.waiting:
+            self._place_waiting()
+
+    # What is counted.
+
+    def attempt_ended(self, exchange: Exchange, replica: Replica, outcome: str) -> None:
+        """A request's time on a replica is over: whole, failed, timeout, cut, or neither's fault."""
+        self.metrics.replica_requests[replica.replica_id, outcome] += 1
+        breaker = replica.breaker
+        was_shut = breaker.is_shut
+        now_s = self.clock()
+        if outcome == "whole":
+            replica.answered(now_s - exchange.sent_s)
+            breaker.ended(True, now_s)
+        elif outcome in ("failed", "timeout", "cut"):
+            breaker.ended(False, now_s)
+        else:
+            breaker.abandoned()
+        if breaker.is_shut is not was_shut:
+            level = logging.INFO if breaker.is_shut else logging.WARNING
+            logger.log(level, "breaker changed replica_id=%s is_shut=%s", replica.replica_id, breaker.is_shut)
+            self._registry.broke()
+
+    def note_failure(self, exchange: Exchange, err: UpstreamFailed | UpstreamTimeout) -> None:
+        """A replica did not answer and the client gets an error for it."""
+        if not isinstance(err, ConnectFailed | NotBegun):
+            self.metrics.upstream_failures.labels(err.code).inc()
+        replica_id = exchange.replica.replica_id if exchange.replica else ""
+        logger.warning(
+            "request failed replica_id=%s request_id=%s err=%s", replica_id, exchange.request_id.decode(), err
+        )
+
+    def note_cut(self, exchange: Exchange, err: RequestError) -> None:
+        """An answer that had begun could not be finished."""
+        self.metrics.upstream_failures.labels("cut").inc()
+        logger.warning("answer cut request_id=%s reason=%r", exchange.request_id.decode(), str(err))
+
+    def ended(self, exchange: Exchange, status: int, outcome: str) -> None:
+        """The exchange is over: its place in everything is free."""
+        self._admission.give_back(exchange.ticket)
+        exchange.ticket.request = None  # or the two would wait for the garbage collector
+        self.open_requests.discard(exchange)
+        now_s = self.clock()
+        self.count(exchange.route, status, now_s - exchange.started_s)
+        if self._access_log.is_on:
+            self._log(exchange, status, outcome, now_s - exchange.started_s)
+        if self._admission.waiting:
+            self._place_waiting()
+
+    def count(self, route: str, status: int, duration_s: float) -> None:
+        """A request ended."""
+        self.metrics.requests[route, status] += 1
+        self.metrics.duration_s[route].observe(duration_s)
+
+    def _log(self, exchange: Exchange, status: int, outcome: str, duration_s: float) -> None:
+        self._access_log.note(
+            time_s=time.time(),
+            request_id=exchange.request_id.decode(),
+            key=exchange.ticket.caller.name,
+            route=exchange.route,
+            model=exchange.model,
+            replica_id=exchange.replica.replica_id if exchange.replica else "",
+            status=status,
+            outcome=outcome,
+            attempts=len(exchange.tried),
+            request_bytes=exchange.size,
+            answer_bytes=exchange.answer_bytes,
+            queue_s=exchange.queue_s,
+            first_byte_s=exchange.first_byte_s,
+            duration_s=duration_s,
+        )
+
+    def _models(self) -> set[str]:
+        return {model for replica in self._registry.known() for model in replica.models}
+
+    # Time.
+
+    async def run(self) -> None:
+        """Opens connections for the exchanges until cancelled."""
+        async with asyncio.TaskGroup() as self._tasks:
             while True:
-                data, is_chunk_end = await upstream.content.readchunk()
-                if data or not is_chunk_end:  # (b"", True) marks the end of a chunk whose bytes were handed out before
-                    return data
-    except TimeoutError as err:
-        raise UpstreamTimeout("the replica went silent in its answer") from err
-    except (aiohttp.ClientError, OSError) as err:
-        raise UpstreamFailed("the replica broke off in its answer") from err
+                await asyncio.sleep(1.0)
+                self._keys.reload()
+                self._access_log.reopen()
 
-
-def _target(request: web.Request) -> str:
-    """The path and query as the client wrote them; of a whole URL, which is legal there too, only these."""
-    return request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
-
-
-def _request_headers(request: web.Request, request_id: str) -> CIMultiDict[str]:
-    """What the replica gets: end-to-end headers, at most one Authorization, and the request's id."""
-    headers = _end_to_end(request.headers, NOT_FORWARDED)
-    authorization = request.headers.get("Authorization")  # the first, the one that this proxy has checked
-    if authorization is not None:
-        headers["Authorization"] = authorization
-    headers[REQUEST_ID_HEADER] = request_id
-    return headers
-
-
-def _answer_headers(upstream: aiohttp.ClientResponse, request_id: str) -> CIMultiDict[str]:
-    """What the client gets: end-to-end headers, the length if the replica gave one, and the request's id."""
-    headers = _end_to_end(upstream.headers, HOP_BY_HOP)
-    headers.setdefault(REQUEST_ID_HEADER, request_id)
-    return headers
-
-
-def _end_to_end(headers: Mapping[str, str], dropped: frozenset[str]) -> CIMultiDict[str]:
-    """The headers without `dropped` and those that `Connection` names, repeated ones repeated."""
-    named = {
-        name.strip().lower()
-        for key, value in headers.items()
-        if key.lower() == "connection"
-        for name in value.split(",")
-    }
-    kept = ((key, value) for key, value in headers.items() if key.lower() not in dropped and key.lower() not in named)
-    return CIMultiDict(kept)
-
-
-def abort(request: web.Request) -> None:
-    """Resets the client's connection, so that it cannot take half an answer for a whole one."""
-    if request.transport is not None:
-        request.transport.abort()
+    def tick(self, now_s: float) -> None:
+        """Called some times a second: what waited too long, what is idle, what is to be written."""
+        self.now_s = now_s
+        for ticket in self._admission.overdue(now_s) if self._admission.waiting else ():
+            waited_s = now_s - ticket.request.ready_s
+            ticket.request.fail(Overloaded(f"no replica had room within {waited_s:.1f} s (--queue-timeout-s)"))
+        self.pool.close_idle()
+        self._access_log.flush()

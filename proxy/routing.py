@@ -1,12 +1,12 @@
 """Which replica a request goes to: first who may have it, then, by policy, which of them. Pure functions.
 
-    least-load         the fewest tokens under way; equals take turns
-    round-robin        each in turn
-    power-of-two       the less loaded of two drawn at random
-    prefix             who has seen the longest beginning of this prompt, unless it has much more to do than others
-    session            always the same one for a session's key, as long as it lives; without a key, least-load
-    expected-latency   the fewest requests under way times the mean latency of its answers
-    random             drawn at random
+least-load         the fewest tokens under way; equals take turns
+round-robin        each in turn
+power-of-two       the less loaded of two drawn at random
+prefix             who has seen the longest beginning of this prompt, unless it has much more to do than others
+session            always the same one for a session's key, as long as it lives; without a key, least-load
+expected-latency   the fewest requests under way times the mean latency of its answers
+random             drawn at random
 """
 
 from __future__ import annotations

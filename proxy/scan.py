@@ -14,50 +14,80 @@ from collections.abc import Iterator
 from typing import Final
 
 END_BYTES: Final = 4096  # of a body that are searched first
-_VALUE: Final = re.compile(rb'\s*:\s*("(?:[^"\\]++|\\.)*+"|true|false)', re.DOTALL)
+_FIRST: Final = re.compile(rb'\s*{\s*"model"\s*:\s*"([^"\\]*)"')
+_KEY: Final = b'"model"'
+_VALUE: Final = re.compile(rb'\s*:\s*("(?:[^"\\]++|\\.)*+"|[^\s"])', re.DOTALL)
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _STRUCTURE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}\[\]]', re.DOTALL)
 _PROMPTS: Final = (b'"messages"', b'"prompt"', b'"input"')
 
 BLOCK_BYTES: Final = 256  # of a prompt, hashed together; about 64 tokens
 MAX_BLOCKS: Final = 128
+PROMPT_BYTES: Final = END_BYTES + MAX_BLOCKS * BLOCK_BYTES  # of a body, all that prompt_blocks looks at
 
 
 def requested_model(body: bytes) -> str | None:
-    """The `model` of a JSON body; None if it names none or is no JSON, which is for the replica to judge."""
-    value = _top_level(body, b'"model"')
+    """The `model` of a whole JSON body; None if it names none or is no JSON, which is for the replica to judge."""
+    first = _FIRST.match(body)
+    if first is not None:
+        return _text(first[1])
+    return _decode(_in_head(body) or _in_tail(body) or _in_the_middle(body))
+
+
+def model_in_beginning(part: bytes) -> str | None:
+    """The `model`, if it is in the first bytes of a body."""
+    first = _FIRST.match(part)
+    return _text(first[1]) if first is not None else _decode(_in_head(part))
+
+
+def model_in_part(part: bytes) -> str | None:
+    """The `model`, if it is anywhere in a body of which only this first part is known."""
+    return _decode(_in_head(part) or _walk(part))
+
+
+def _text(value: bytes) -> str | None:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _decode(value: bytes | None) -> str | None:
     if value is None or value[:1] != b'"':
         return None
+    if b"\\" not in value:
+        return _text(value[1:-1])
     try:
-        return str(json.loads(value)) if b"\\" in value else value[1:-1].decode()
+        return str(json.loads(value))
     except ValueError:
         return None
 
 
-def _top_level(body: bytes, key: bytes) -> bytes | None:
-    """The raw value, a string or a boolean, of a key of the outermost object."""
+def _in_head(body: bytes) -> bytes | None:
     head = body[:END_BYTES]
-    for value, at in _places(head, key):
-        if _depth(head[:at]) == 1:
-            return value
+    return next((value for value, at in _places(head) if _depth(head[:at]) == 1), None)
+
+
+def _in_tail(body: bytes) -> bytes | None:
     if len(body) <= END_BYTES:
         return None
     tail = body[-END_BYTES:]
-    for value, at in _places(tail, key):
-        if _depth(tail[at:]) == -1:
-            return value
-    return _walk(body, key) if body.find(key, END_BYTES, -END_BYTES) >= 0 else None
+    return next((value for value, at in _places(tail) if _depth(tail[at:]) == -1), None)
 
 
-def _places(part: bytes, key: bytes) -> Iterator[tuple[bytes, int]]:
-    """Each value of this key in the part, with where the key begins."""
-    at = part.find(key)
+def _in_the_middle(body: bytes) -> bytes | None:
+    return _walk(body) if len(body) > END_BYTES and _KEY in body else None
+
+
+def _places(part: bytes) -> Iterator[tuple[bytes, int]]:
+    """Each raw value of a key `model` in the part, with where the key begins."""
+    at = part.find(_KEY)
     while at >= 0:
         if part[at - 1 : at] != b"\\":
-            match = _VALUE.match(part, at + len(key))
+            match = _VALUE.match(part, at + len(_KEY))
             if match is not None:
                 yield match[1], at
-        at = part.find(key, at + len(key))
+        at = part.find(_KEY, at + len(_KEY))
 
 
 def _depth(part: bytes) -> int:
@@ -68,8 +98,8 @@ def _depth(part: bytes) -> int:
     return bare.count(b"{") + bare.count(b"[") - bare.count(b"}") - bare.count(b"]")
 
 
-def _walk(body: bytes, key: bytes) -> bytes | None:
-    """The value of a top-level key, wherever it is."""
+def _walk(body: bytes) -> bytes | None:
+    """The value of the outermost object's `model`, wherever it is."""
     depth = 0
     for match in _STRUCTURE.finditer(body):
         token = match[0]
@@ -77,7 +107,7 @@ def _walk(body: bytes, key: bytes) -> bytes | None:
             depth += 1
         elif token in (b"}", b"]"):
             depth -= 1
-        elif depth == 1 and token == key:
+        elif depth == 1 and token == _KEY:
             value = _VALUE.match(body, match.end())
             if value is not None:
                 return value[1]
@@ -87,8 +117,8 @@ def _walk(body: bytes, key: bytes) -> bytes | None:
 def prompt_blocks(body: bytes) -> list[int]:
     """Hashes of the prompt's growing beginnings, one block longer each: equal where two bodies begin alike.
 
-    Raw bytes from the prompt's key on, so that short fields before it do not matter. A last block that is not full is left
-    out, since the next turn of a conversation goes on in it.
+    Raw bytes from the prompt's key on, so that short fields before it do not matter. A last block that is not full is
+    left out, since the next turn of a conversation goes on in it.
     """
     start = -1
     for key in _PROMPTS:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
 
 from proxy.errors import ConnectFailed, GarbledAnswer, Malformed, UpstreamFailed
-from proxy.framing import Body, ChunkedBody, EndlessBody, SizedBody
+from proxy.framing import Body, Bytes, ChunkedBody, EndlessBody, SizedBody
 from proxy.http1 import MAX_HEAD_BYTES, AnswerHead, HeadParser
-from proxy.registry import Replica
 
 # Below uvicorn's 5 s, the shortest of the servers met: a connection that is about to be closed is not used again.
 IDLE_CONNECTION_S: Final = 4.0
@@ -37,7 +36,7 @@ class Answered(Protocol):
     def answer_part(self, data: bytes, boundary: int) -> None:
         """The next bytes of the body, as they came; up to `boundary` they end with a whole chunk."""
 
-    def answer_payload(self, parts: Sequence[bytes]) -> None:
+    def answer_payload(self, parts: Sequence[Bytes]) -> None:
         """The next bytes of the body, without framing."""
 
     def answer_read(self) -> None:
@@ -59,7 +58,8 @@ class Answered(Protocol):
 class Upstream(asyncio.Protocol):
     """One connection to one replica."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, url: str) -> None:
+        self.url = url  # the replica's
         self.idle_since_s = 0.0
         self._pool = pool
         self._exchange: Answered | None = None
@@ -75,19 +75,18 @@ class Upstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """From asyncio."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
 
-    def send(self, exchange: Answered, parts: Sequence[bytes]) -> None:
+    def send(self, exchange: Answered, parts: Sequence[Bytes]) -> None:
         """The first bytes of a request, head included, whose answer goes to the exchange."""
         self._exchange = exchange
         self.send_more(parts)
 
-    def send_more(self, parts: Sequence[bytes]) -> None:
+    def send_more(self, parts: Sequence[Bytes]) -> None:
         """The next bytes of the request's body."""
         if self._transport is not None:
             if len(parts) == 1:
@@ -112,7 +111,7 @@ class Upstream(asyncio.Protocol):
                 if self._exchange is not exchange:  # it gave the answer up when it saw the head
                     return
             if exchange.wants_payload:
-                parts: list[bytes] = []
+                parts: list[Bytes] = []
                 used = body.feed(data, parts)
                 if parts:
                     exchange.answer_payload(parts)
@@ -213,37 +212,62 @@ class Upstream(asyncio.Protocol):
 
 
 class Pool:
-    """All connections of one proxy to its replicas."""
+    """All connections of one proxy to its replicas. `clock` gives monotonic seconds."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, clock: Callable[[], float]) -> None:
         self.parser = HeadParser.for_answers()
         self._connect_timeout_s = connect_timeout_s
+        self._clock = clock
         self._idle: dict[str, list[Upstream]] = {}  # replica's URL -> its idle connections, the newest last
+        self._tls: ssl.SSLContext | None = None
 
-    def take(self, replica: Replica, now_s: float) -> Upstream | None:
+    def take(self, url: str) -> Upstream | None:
         """An idle connection to the replica, if there is one that can be relied on."""
-        idle = self._idle.get(replica.url)
+        idle = self._idle.get(url)
+        if not idle:
+            return None
+        oldest_s = self._clock() - IDLE_CONNECTION_S
         while idle:
             upstream = idle.pop()
-            if upstream.is_usable and now_s - upstream.idle_since_s < IDLE_CONNECTION_S:
+            if upstream.is_usable and upstream.idle_since_s > oldest_s:
                 return upstream
             upstream.abort()
         return None
 
-    async def dial(self, replica: Replica) -> Upstream:
+    def put_back(self, upstream: Upstream) -> None:
+        """The connection is idle from now on."""
+        upstream.idle_since_s = self._clock()
+        self._idle.setdefault(upstream.url, []).append(upstream)
+
+    def close_idle(self, *, at_all: bool = False) -> None:
+        """Closes those that were idle for too long, or all that are idle."""
+        oldest_s = self._clock() - IDLE_CONNECTION_S
+        for url, idle in list(self._idle.items()):
+            kept = [] if at_all else [each for each in idle if each.is_usable and each.idle_since_s > oldest_s]
+            for upstream in set(idle).difference(kept):
+                upstream.abort()
+            if kept:
+                self._idle[url] = kept
+            else:
+                del self._idle[url]
+
+    async def dial(self, url: str) -> Upstream:
         """A new connection. Raises ConnectFailed: the replica has not seen the request."""
-        parts = urlsplit(replica.url)
-        context = ssl.create_default_context() if parts.scheme == "https" else None
-        upstream = Upstream(self)
-        upstream_url = replica.url
+        parts = urlsplit(url)
+        is_tls = parts.scheme == "https"
+        if is_tls and self._tls is None:
+            self._tls = ssl.create_default_context()
+        upstream = Upstream(self, url)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 await asyncio.get_running_loop().create_connection(
-                    lambda: upstream, parts.hostname, parts.port or (443 if context else 80), ssl=context
+                    lambda: upstream,
+                    parts.hostname or "",
+                    parts.port or (443 if is_tls else 80),
+                    ssl=self._tls if is_tls else None,
                 )
         except TimeoutError as err:
-            raise ConnectFailed(f"no connection to {upstream_url} within {self._connect_timeout_s:g} s") from err
+            raise ConnectFailed(f"no connection to {url} within {self._connect_timeout_s:g} s") from err
         except OSError as err:
-            raise ConnectFailed(f"no connection to {upstream_url}: {err}") from err
-        upstream.url = upstream_url
+            raise ConnectFailed(f"no connection to {url}: {err}") from err
         return upstream

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from itertools import chain, compress
 
 import numpy as np
+from numpy.typing import NDArray
 
 from replica.frames import F32, I32, U64, StepInput
+from replica.logit_edits import logit_edits, logprobs_wanted
 from replica.request import Sequence
 
 
@@ -24,6 +26,8 @@ class Batch:
     num_new: tuple[int, ...] = ()
     is_sampled: tuple[bool, ...] = ()
     num_decodes: int = 0
+    # How many tokens of each sequence's prompt have their log probabilities wanted; empty if nobody wants any.
+    num_prompt_rows: tuple[int, ...] = ()
 
     @property
     def decode_tokens(self) -> int:
@@ -41,6 +45,21 @@ class Batch:
         return Batch(
             sequences=self.sequences[:n], num_new=self.num_new[:n], is_sampled=self.is_sampled[:n], num_decodes=n
         )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits: N of the frame."""
+        return sum(self.is_sampled) + sum(self.num_prompt_rows)
+
+    def rows(self) -> Iterator[tuple[int, Sequence, int | None]]:
+        """The rows of logits: sequence (its number and itself), and the prompt position that the row follows; None
+        where a token is sampled."""
+        for i, sequence in enumerate(self.sequences):
+            if self.num_prompt_rows:
+                start = max(sequence.num_computed, len(sequence.prompt_logprobs))
+                yield from ((i, sequence, position) for position in range(start, start + self.num_prompt_rows[i]))
+            if self.is_sampled[i]:
+                yield i, sequence, None
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -62,6 +81,11 @@ class RowTable:
         self._min_p: F32 = np.zeros(num_rows, np.float32)
         self._seeds: U64 = np.zeros(num_rows, np.uint64)
         self._choices: I32 = np.zeros(num_rows, np.int32)
+
+    @property
+    def has_free(self) -> bool:
+        """Whether one more sequence can take a row."""
+        return bool(self._free)
 
     def take(self, sequence: Sequence) -> None:
         """Gives the sequence a row that holds its sampling parameters and no blocks."""
@@ -101,8 +125,8 @@ class RowTable:
         block_tables = self._block_tables[rows, :width]
         blocks = block_tables[sequence_of_token, positions // self._block_size]
 
-        is_sampled = np.array(batch.is_sampled, np.bool_)
-        sampled_rows = rows[is_sampled]
+        logits = _LogitRows.of(batch, query_starts)
+        logit_rows = rows[logits.owners]
         return StepInput(
             step=step,
             num_decodes=batch.num_decodes,
@@ -112,15 +136,55 @@ class RowTable:
             query_starts=query_starts,
             context_lens=starts + num_new,
             block_tables=block_tables,
-            sample_rows=query_starts[1:][is_sampled] - 1,
-            temperature=self._temperature[sampled_rows],
-            top_k=self._top_k[sampled_rows],
-            top_p=self._top_p[sampled_rows],
-            min_p=self._min_p[sampled_rows],
-            seeds=self._seeds[sampled_rows],
-            choices=self._choices[sampled_rows],
-            output_indices=np.array([len(s.output_ids) for s in batch.sampled], np.int32),
+            sample_rows=logits.tokens,
+            temperature=np.where(logits.is_sampled, self._temperature[logit_rows], np.float32(0)),
+            top_k=self._top_k[logit_rows],
+            top_p=self._top_p[logit_rows],
+            min_p=self._min_p[logit_rows],
+            seeds=self._seeds[logit_rows],
+            choices=self._choices[logit_rows],
+            output_indices=np.array([len(batch.sequences[i].output_ids) for i in logits.owners], np.int32),
             group_tokens=group_tokens,
+            edits=logit_edits(logits.sampled),
+            logprobs=logprobs_wanted(logits.sampled, logits.of_prompts),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LogitRows:
+    """The N rows of logits of a step."""
+
+    owners: NDArray[np.intp]  # [N] numbers of sequences in the batch
+    tokens: I32  # [N] which of the step's tokens they follow
+    is_sampled: NDArray[np.bool_]  # [N]
+    sampled: list[tuple[int, Sequence]]  # number of a row, the sequence that is sampled there
+    of_prompts: list[tuple[int, Sequence, int]]  # number of a row, sequence, the token of its prompt that comes next
+
+    @classmethod
+    def of(cls, batch: Batch, query_starts: I32) -> _LogitRows:
+        """The rows in the order of their tokens. `query_starts` [S + 1]: the first token of each sequence."""
+        if not batch.num_prompt_rows:
+            owners = np.flatnonzero(np.array(batch.is_sampled, np.bool_))
+            is_sampled = np.ones(len(owners), np.bool_)
+            tokens = query_starts[1:][owners] - 1
+            return cls(
+                owners=owners,
+                tokens=tokens,
+                is_sampled=is_sampled,
+                sampled=list(enumerate(batch.sampled)),
+                of_prompts=[],
+            )
+        rows = list(batch.rows())
+        first = query_starts.tolist()
+        ends = [
+            first[i + 1] - 1 if position is None else first[i] + position - s.num_computed for i, s, position in rows
+        ]
+        return cls(
+            owners=np.array([i for i, _, _ in rows], np.intp),
+            tokens=np.array(ends, np.int32),
+            is_sampled=np.array([position is None for _, _, position in rows], np.bool_),
+            sampled=[(row, s) for row, (_, s, position) in enumerate(rows) if position is None],
+            of_prompts=[(row, s, s.prompt_ids[p + 1]) for row, (_, s, p) in enumerate(rows) if p is not None],
         )
 
 

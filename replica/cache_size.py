@@ -1,4 +1,4 @@
-"""How much memory the KV cache gets, decided before a worker starts."""
+"""How much memory each rank's KV cache gets, decided before a worker starts."""
 
 from __future__ import annotations
 
@@ -7,58 +7,62 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from replica.checkpoint import Checkpoint
 from replica.config import ReplicaConfig
 from replica.errors import ConfigError
-from replica.model_config import DTYPE_BYTES, ModelConfig
+from replica.plan import RankPlan
 
 GIB: Final = 1 << 30
 _CACHE_SHARE: Final = 0.7  # of the memory that the weights leave; the rest is for activations and everybody else
 
 
 def resolve_device(config: ReplicaConfig) -> str:
-    """`cpu` or `cuda:0`. Asks the machine and the installed torch's name, since an engine does not import torch."""
+    """`cpu`, or the device of this replica's first rank, such as `cuda:0`; its other ranks have the next ones.
+
+    Asks the machine and the installed torch's name, since an engine does not import torch.
+    """
     has_cuda = Path("/dev/nvidia0").exists() and not version("torch").endswith("+cpu")
     if config.device == "cuda" or (config.device == "auto" and has_cuda):
-        return "cuda:0"
+        return f"cuda:{config.dp_rank * config.layout.attn_tp}"
     return "cpu"
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """Bytes of the weights once they are loaded as `dtype`."""
-    tensors = checkpoint.tensors.values()
-    return sum(t.num_bytes // DTYPE_BYTES.get(t.dtype, 1) for t in tensors) * DTYPE_BYTES[dtype]
+def kv_cache_bytes(config: ReplicaConfig, *, rank: RankPlan, max_model_len: int, free_bytes: int) -> int:
+    """Bytes for one rank's KV cache: what was asked for, or all that its limits can use, as far as there is room.
 
-
-def kv_cache_bytes(
-    config: ReplicaConfig, *, model: ModelConfig, dtype: str, max_model_len: int, loaded_bytes: int, free_bytes: int
-) -> int:
-    """Bytes for the KV cache of a replica: what was asked for, or all that its limits can use, as far as there is room.
-
-    `loaded_bytes` is what the weights take of the `free_bytes`. Raises ConfigError if the memory is not there.
+    `rank` has what must also fit the `free_bytes`. Raises ConfigError if the memory is not there.
     """
+    loaded_bytes = rank.weight_bytes + rank.reserve_bytes
     room = free_bytes - loaded_bytes
-    asked = int(config.kv_cache_gb * GIB)
-    if asked > room:
+    asked = int(config.kv_cache_gb * GIB)  # 0: nothing in particular
+    taken = f"the weights take {rank.weight_bytes / GIB:.1f}"
+    if rank.reserve_bytes:
+        taken += f" and the reserve for those of lost replicas (--survive) {rank.reserve_bytes / GIB:.1f}"
+    if asked and asked > room:
         raise ConfigError(
-            f"--kv-cache-gb is {config.kv_cache_gb:g}, but of {free_bytes / GIB:.1f} GiB free memory "
-            f"the weights take {loaded_bytes / GIB:.1f}: ask for less"
+            f"--kv-cache-gb is {config.kv_cache_gb:g}, but of {free_bytes / GIB:.1f} GiB free memory of a rank "
+            f"{taken}: ask for less"
         )
     if asked:
         return asked
     if room <= 0:
         raise ConfigError(
-            f"{config.model} takes {loaded_bytes / GIB:.1f} GiB, free memory is {free_bytes / GIB:.1f} GiB: "
-            "no room is left for a KV cache"
+            f"of {free_bytes / GIB:.1f} GiB free memory of a rank {taken}: no room is left for a KV cache of "
+            f"{config.model}"
         )
     blocks_per_sequence = -(-max_model_len // config.block_size)  # the last may be partly empty
-    useful = config.max_num_seqs * blocks_per_sequence * config.block_size * model.kv_bytes_per_token(dtype)
+    useful = config.max_num_seqs * blocks_per_sequence * config.block_size * rank.kv_bytes_per_token
     return min(useful, int(room * _CACHE_SHARE))
 
 
-def free_memory_bytes(device: str) -> int:
-    """Memory that a worker on `device` can take now."""
-    return _free_gpu_bytes() if device.startswith("cuda") else _free_host_bytes()
+def free_memory_bytes(config: ReplicaConfig) -> int:
+    """Memory that each rank of this machine can take now. Raises ConfigError where there are not enough devices."""
+    num_ranks = config.layout.world
+    if resolve_device(config) == "cpu":
+        return _free_host_bytes() // num_ranks
+    free_bytes = _free_gpus_bytes()
+    if len(free_bytes) < num_ranks:
+        raise ConfigError(f"{config.layout.flags()} needs {num_ranks} GPUs, this machine has {len(free_bytes)}")
+    return min(free_bytes[:num_ranks])
 
 
 def _free_host_bytes() -> int:
@@ -73,11 +77,11 @@ def _free_host_bytes() -> int:
     return available if limit == "max" else min(available, int(limit) - used)
 
 
-def _free_gpu_bytes() -> int:
-    """Free memory of the fullest GPU in sight."""
+def _free_gpus_bytes() -> list[int]:
+    """Free memory of each GPU."""
     query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, check=True, text=True, timeout=10)
-        return min(int(line) for line in answer.stdout.split()) << 20
+        return [int(line) << 20 for line in answer.stdout.split()]
     except (OSError, subprocess.SubprocessError, ValueError) as err:
         raise ConfigError(f"cannot ask nvidia-smi for free memory ({err}); is --device cpu meant?") from err

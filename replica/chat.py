@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,11 +28,8 @@ from replica.generation_config import read_json_object, special_tokens
 
 RENDER_DEADLINE_S: Final = 5.0  # a template that runs longer is broken, or its input was made to break it
 SMALL_INPUT_CHARS: Final = 16 * 1024  # messages up to this size render in about 1 ms, on the event loop
-_REASONING_KEYS: Final = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names that clients use; templates read the first
+_REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")  # what clients use; templates read the first
+_CONTINUED_HERE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers; the space tells whether content is trimmed
 
 Message = dict[str, Any]
 
@@ -86,9 +84,13 @@ class ChatTemplate:
         *,
         tools: list[dict[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         max_chars: int,
     ) -> str:
-        """The prompt's text, ending where the assistant is to begin. `kwargs` are further variables of the template.
+        """The prompt's text, ending where the assistant is to begin, or with the last message to be continued.
+
+        `kwargs` are further variables of the template.
 
         Raises BadRequest for whatever the template raises or when it takes too long, TooManyCharacters for a text of
         more than `max_chars`.
@@ -97,14 +99,18 @@ class ChatTemplate:
         if name not in self.templates:
             raise BadRequest(f"the model has no default chat template, only {sorted(self.templates)}", param="messages")
         variables = {**self.special_tokens, **(kwargs or {})}
+        shown = [_for_template(message) for message in messages]
+        if continue_final_message:
+            shown[-1] = _with_mark(shown[-1])
         variables |= {
-            "messages": [_for_template(message) for message in messages],
+            "messages": shown,
             "tools": tools,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return _collect(self.templates[name], variables, max_chars)
+            text = _collect(self.templates[name], variables, max_chars)
+            return _cut_at_mark(text) if continue_final_message else text
         except (BadRequest, TooManyCharacters):
             raise
         except Exception as err:  # a template may raise anything: it is a program, and this request is its input
@@ -118,13 +124,37 @@ class ChatTemplate:
         *,
         tools: list[dict[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         max_chars: int,
         input_chars: int,
     ) -> str:
         """`render`, in a thread when the input is large."""
-        if input_chars < SMALL_INPUT_CHARS:
-            return self.render(messages, tools=tools, kwargs=kwargs, max_chars=max_chars)
-        return await asyncio.to_thread(self.render, messages, tools=tools, kwargs=kwargs, max_chars=max_chars)
+        render = partial(
+            self.render,
+            messages,
+            tools=tools,
+            kwargs=kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            max_chars=max_chars,
+        )
+        return render() if input_chars < SMALL_INPUT_CHARS else await asyncio.to_thread(render)
+
+
+def _with_mark(message: Message) -> Message:
+    """The message with a mark at the end of its content, so that its end is found in the prompt."""
+    return {**message, "content": message["content"] + _CONTINUED_HERE}
+
+
+def _cut_at_mark(text: str) -> str:
+    """The prompt up to the mark, without white space before it if the template has trimmed the content."""
+    start = text.rfind(_CONTINUED_HERE.strip())
+    if start < 0:
+        raise BadRequest(
+            "the chat template does not show the last message, so it cannot be continued", param="messages"
+        )
+    return text[:start] if text.startswith(_CONTINUED_HERE, start) else text[:start].rstrip()
 
 
 def _collect(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `replica serve MODEL`. The only place that reads the environment."""
+"""The command line: `replica serve MODEL` and `replica plan MODEL`. The only place that reads the environment."""
 
 from __future__ import annotations
 
@@ -6,32 +6,45 @@ import argparse
 import logging
 import os
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from replica.config import ReplicaConfig, flag
 from replica.errors import ConfigError
+from replica.plan_command import add_layout_options, add_plan_parser, layout_from
 from replica.supervisor import supervise
 
 # Secrets, by field. On the command line anybody on this machine could read them.
-SECRETS: Final = {"api_key": "LOCKSTEP_API_KEY", "proxy_token": "LOCKSTEP_PROXY_TOKEN"}
+SECRETS: Final = {
+    "api_key": "LOCKSTEP_API_KEY",
+    "proxy_token": "LOCKSTEP_PROXY_TOKEN",
+    "group_secret": "LOCKSTEP_GROUP_SECRET",
+}
+ADDRESSES: Final = {"master_addr": "DP_MASTER_ADDR", "master_port": "DP_MASTER_PORT"}  # as in vLLM
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0 stopped as asked, 1 failed, 2 bad usage or setting."""
     try:
-        values = vars(_parser().parse_args(argv))
+        args = _parser().parse_args(argv)
     except SystemExit as err:  # argparse has printed the help or the error
         return int(err.code or 0)
-    for name, variable in SECRETS.items():
-        values[name] = values[name] or os.environ.get(variable, "")
-    values["proxy_urls"] = tuple(values["proxy_urls"] or ())
     try:
-        config = ReplicaConfig(**values)
+        status: int = args.run(args)
     except ConfigError as err:
         print_error(err)
         return 2
+    return status
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serves until stopped; returns the exit code. Raises ConfigError for settings that cannot be served."""
+    values = {field.name: getattr(args, field.name) for field in fields(ReplicaConfig) if field.metadata}
+    for name, variable in SECRETS.items():
+        values[name] = values[name] or os.environ.get(variable, "")
+    values["proxy_urls"] = tuple(values["proxy_urls"] or ())
+    config = ReplicaConfig(**values, layout=layout_from(args))
     configure_logging()
     return supervise(config)
 
@@ -64,20 +77,31 @@ def _parser() -> argparse.ArgumentParser:
         description="Serves a checkpoint over the OpenAI API until SIGINT or SIGTERM; a second one stops at once.",
         allow_abbrev=False,
     )
+    serve.set_defaults(run=run_serve)
+    add_layout_options(serve)
     for field in fields(ReplicaConfig):
-        help_text = field.metadata["help"]
-        if field.default is MISSING:
-            serve.add_argument(field.name, type=Path, metavar=field.name.upper(), help=help_text)
-            continue
-        options: dict[str, Any] = {"default": field.default, "type": type(field.default)}
-        if isinstance(field.default, tuple):
-            options = {"default": None, "action": "append", "metavar": "URL"}
-        if field.name in SECRETS:
-            help_text += f"; better given in the environment as {SECRETS[field.name]}"
-        elif field.default:
-            help_text += f" (default {field.default})"
-        serve.add_argument(flag(field.name), dest=field.name, help=help_text, **options)
+        if field.metadata:
+            _add_option(serve, field)
+    add_plan_parser(commands)
     return parser
+
+
+def _add_option(serve: argparse.ArgumentParser, field: Field[Any]) -> None:
+    help_text = field.metadata["help"]
+    if field.default is MISSING:
+        serve.add_argument(field.name, type=Path, metavar=field.name.upper(), help=help_text)
+        return
+    options: dict[str, Any] = {"default": field.default, "type": field.metadata["kind"]}
+    if isinstance(field.default, tuple):
+        options = {"default": None, "action": "append", "metavar": "URL"}
+    if field.name in SECRETS:
+        help_text += f"; better given in the environment as {SECRETS[field.name]}"
+    elif field.default:
+        help_text += f" (default {field.default})"
+    if field.name in ADDRESSES:
+        help_text += f"; also given in the environment as {ADDRESSES[field.name]}"
+        options["default"] = os.environ.get(ADDRESSES[field.name], field.default)  # argparse converts a text
+    serve.add_argument(flag(field.name), dest=field.name, help=help_text, **options)
 
 
 if __name__ == "__main__":

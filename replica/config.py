@@ -9,44 +9,69 @@ from pathlib import Path
 from typing import Any, Final
 
 from replica.errors import ConfigError
+from replica.layout import Layout
 
 DTYPES: Final = ("auto", "bfloat16", "float16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
+MIN_SECRET_BYTES: Final = 16
 
 
-def option(default: Any, help_text: str, *, is_secret: bool = False) -> Any:
-    """A field that is also an option of the command line; `help_text` states its unit and effect."""
-    return field(default=default, repr=not is_secret, metadata={"help": help_text})
+def option(default: Any, help_text: str, *, kind: type | None = None, is_secret: bool = False) -> Any:
+    """A field that is also an option of the command line; `help_text` states its unit and effect.
+
+    `kind` is what its text is converted to; by default the default's type.
+    """
+    return field(default=default, repr=not is_secret, metadata={"help": help_text, "kind": kind or type(default)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    """All settings of one replica. The command line takes its options, defaults and help from here."""
+    """All settings of one replica. The command line takes its options, defaults and help from here.
+
+    A supervisor that starts several gives each its own port and dp_rank.
+    """
 
     model: Path = field(metadata={"help": "folder of a Hugging Face checkpoint"})
+    layout: Layout = field(default_factory=Layout)  # from --dp, --tp and so on
+    dp_rank: int = 0  # which replica of the layout this is
     served_model_name: str = option("", "name that clients ask for; the folder's name by default")
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 listens at all of this machine's")
-    port: int = option(8001, "TCP port to listen at; 0 picks a free one, which is logged")
+    port: int = option(
+        8001, "TCP port of the first replica, the next has the next; 0 picks free ones, which are logged"
+    )
     advertise_url: str = option("", "URL at which proxies reach this replica; by default http://HOST:PORT")
     proxy_urls: tuple[str, ...] = option((), "URL of a proxy to serve behind; may be given several times")
     proxy_token: str = option("", "secret that the proxies ask replicas for", is_secret=True)
     api_key: str = option("", "secret that clients must send; by default none is needed", is_secret=True)
-    group: str = option("", "name of the group that steps together; by default a group of its own")
+    group: str = option("", "name of the group that steps together; by default this machine's name and a port")
+    group_secret: str = option(
+        "", "secret that the group's members share; by default one is made for those of this command", is_secret=True
+    )
+    master_addr: str = option("127.0.0.1", "address of the clock of a group of several replicas")
+    master_port: int = option(0, "TCP port of that clock; 0 picks a free one")
+    survive: int | None = option(
+        None, "replicas that may be lost, for whose weights room is kept; by default 1 of several", kind=int
+    )
 
     dtype: str = option("auto", f"what the weights are computed in: {', '.join(DTYPES)} (the checkpoint's)")
     device: str = option("auto", f"where the model runs: {', '.join(DEVICES)}; auto takes cuda where there is one")
     max_model_len: int = option(0, "tokens of a prompt and its answer together; 0 takes the checkpoint's limit")
     max_num_seqs: int = option(256, "sequences in one step; more wait")
     max_num_batched_tokens: int = option(2048, "tokens in one step; long prompts are computed in such chunks")
-    kv_cache_gb: float = option(0.0, "GiB for the KV cache; 0 sizes it from the limits above and free memory")
+    kv_cache_gb: float = option(
+        0.0, "GiB for the KV cache of each rank; 0 sizes it from the limits above and free memory"
+    )
     block_size: int = option(16, "tokens per block of the KV cache")
     num_threads: int = option(0, "CPU threads of each rank; 0 shares this machine's cores between its ranks")
 
     max_waiting: int = option(1024, "sequences that may wait to be scheduled; more are refused with 503")
     max_body_mb: float = option(32.0, "MiB of one request's body; more is refused with 413")
     client_timeout_s: float = option(60.0, "seconds without a byte of a body, or read by a client, that end a request")
+    prefill_delay_s: float = option(
+        0.02, "seconds that a prompt may wait for prompts of the group's other replicas, while some replica decodes"
+    )
     progress_deadline_s: float = option(10.0, "seconds without a step, while work waits, after which /health is 503")
-    startup_timeout_s: float = option(600.0, "seconds in which the weights must be loaded")
+    startup_timeout_s: float = option(600.0, "seconds in which all replicas must be there and ready")
     drain_timeout_s: float = option(30.0, "seconds that running requests may go on after SIGTERM")
     report_interval_s: float = option(1.0, "seconds between load reports to a proxy, at most")
 
@@ -60,11 +85,12 @@ class ReplicaConfig:
         for name in positive:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(f"{flag(name)} is {getattr(self, name)}, must be above 0")
-        for name in ("max_model_len", "num_threads", "kv_cache_gb", "drain_timeout_s"):
+        for name in ("max_model_len", "num_threads", "kv_cache_gb", "drain_timeout_s", "prefill_delay_s"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ConfigError(f"{flag(name)} is {getattr(self, name)}, must not be negative")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port is {self.port}, must be 0 to 65535")
+        for name in ("port", "master_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError(f"{flag(name)} is {getattr(self, name)}, must be 0 to 65535")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
@@ -72,6 +98,18 @@ class ReplicaConfig:
         for url in (*self.proxy_urls, *filter(None, [self.advertise_url])):
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"{url!r} is not a URL; it must begin with http:// or https://")
+        self._check_group()
+
+    def _check_group(self) -> None:
+        dp = self.layout.dp
+        if self.port and self.port + dp - 1 > 65535:
+            raise ConfigError(f"--port is {self.port}, which leaves no ports for {dp} replicas (--dp)")
+        if dp > 1 and self.advertise_url:
+            raise ConfigError(f"--advertise-url names one replica, but there are {dp} (--dp); leave it out")
+        if self.group_secret and len(self.group_secret.encode()) < MIN_SECRET_BYTES:
+            raise ConfigError(f"--group-secret has fewer than {MIN_SECRET_BYTES} bytes; take a longer one")
+        if self.survive is not None and not 0 <= self.survive < dp:
+            raise ConfigError(f"--survive is {self.survive}, must be 0 to {dp - 1}: there are {dp} replicas (--dp)")
 
     @property
     def model_name(self) -> str:
@@ -86,7 +124,12 @@ class ReplicaConfig:
     def from_json(cls, text: str) -> ReplicaConfig:
         """The inverse of `to_json`."""
         values = json.loads(text)
-        return cls(**values | {"model": Path(values["model"]), "proxy_urls": tuple(values["proxy_urls"])})
+        typed = {
+            "model": Path(values["model"]),
+            "proxy_urls": tuple(values["proxy_urls"]),
+            "layout": Layout(**values["layout"]),
+        }
+        return cls(**values | typed)
 
 
 def flag(name: str) -> str:

@@ -24,34 +24,42 @@ import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
 from proxy.protocol import Hello
 from replica.address import advertised_url, http_url, listen
-from replica.cache_size import GIB, free_memory_bytes, kv_cache_bytes, resolve_device, weight_bytes
+from replica.cache_size import GIB, free_memory_bytes, kv_cache_bytes, resolve_device
 from replica.checkpoint import Checkpoint, model_hash
 from replica.cli import configure_logging, print_error
 from replica.config import ReplicaConfig
-from replica.errors import ConfigError, WorkerFailed
-from replica.executor_mp import MpExecutor
-from replica.frames import Init
+from replica.errors import ConfigError, GroupLost, WorkerFailed, first_error
+from replica.executor_mp import MpExecutor, own_blobs
+from replica.frames import Init, Ready
+from replica.group_config import group_config, resolve_dtype
 from replica.lifecycle import EngineState, Lifecycle
 from replica.model_config import ModelConfig
-from replica.process_tree import follow_parent
+from replica.plan import PlanSettings, make_plan
+from replica.process_tree import follow_parent, new_event_loop
 from replica.progress_bar import ProgressBar
 from replica.registration import Registration
 from replica.scheduler import Scheduler
 from replica.served_model import ServedModel
 from replica.server import build_app
+from replica.step_clock import DRAIN, STOP, LocalClock
 from replica.step_loop import StepLoop
+from replica.warm_up import warm_up_sequences
+
+if TYPE_CHECKING:
+    from replica.group_clock import GroupClock
 
 logger = logging.getLogger("replica.engine")  # __name__ is __main__ here
 
 READY_BYTE: Final = b"r"
 FLUSH_S: Final = 5.0  # at the end, clients have so long to read what is already theirs
+LEAVE_S: Final = 3.0  # a drained replica waits so long for a last step, beyond the others' time to drain
 
 
 class StopRequests:
@@ -78,21 +86,19 @@ class Engine:
 
     config: ReplicaConfig
     url: str  # where it listens
-    init: Init
+    init: Init  # of its first rank
     lifecycle: Lifecycle
     executor: MpExecutor
+    group: GroupClock | None  # of several replicas
     loop: StepLoop
     registration: Registration
     runner: web.AppRunner
     stop: StopRequests
 
     async def run(self, on_ready: Callable[[], object]) -> None:
-        """Loads, serves until asked to stop, drains. Raises a group of ConfigError or WorkerFailed."""
+        """Loads, serves until asked to stop, drains. Raises a group of ConfigError, GroupLost or WorkerFailed."""
         async with asyncio.TaskGroup() as tasks:
-            bar = ProgressBar(sys.stderr)
-            loading = tasks.create_task(
-                self.executor.start(self.init, timeout_s=self.config.startup_timeout_s, on_progress=bar.update)
-            )
+            loading = tasks.create_task(self._load())
             asked = tasks.create_task(self.stop.asked())
             await asyncio.wait({loading, asked}, return_when=asyncio.FIRST_COMPLETED)
             if asked.done():
@@ -100,29 +106,63 @@ class Engine:
                 return
             ready = loading.result()
             self.loop.add_blocks(ready.num_blocks)
-            watches = [self.executor.watch(rank) for rank in range(self.executor.num_ranks)]
-            registrations = [self.registration.run(url) for url in self.config.proxy_urls]
-            services = [self.loop.run(), *watches, *registrations]
-            running = [tasks.create_task(service) for service in services]
+            stepping = tasks.create_task(self.loop.run())
+            await self.loop.warm_up(warm_up_sequences(self.init, num_blocks=ready.num_blocks))
+            registrations = [tasks.create_task(self.registration.run(url)) for url in self.config.proxy_urls]
             self.lifecycle.state = EngineState.READY
             on_ready()
             logger.info(
-                "replica ready url=%s model=%s kv_blocks=%d load_s=%.1f",
+                "replica ready url=%s model=%s dp_rank=%d kv_blocks=%d load_s=%.1f",
                 self.url,
                 self.config.model_name,
+                self.config.dp_rank,
                 ready.num_blocks,
                 ready.load_s,
             )
-            await asked
+            told = tasks.create_task(self.loop.commanded(DRAIN))  # by another replica of the group
+            await asyncio.wait({asked, told}, return_when=asyncio.FIRST_COMPLETED)
+            self.loop.want(DRAIN)
             await self._drain()
+            await self._leave(stepping)
             await self.close_http()  # proxies must not see this replica go while answers are on their way to them
-            for task in running:
+            for task in (asked, told, stepping, *registrations):
                 task.cancel()
+
+    async def close(self) -> None:
+        """Ends whatever is left."""
+        if self.lifecycle.state is EngineState.FAILED:
+            self.executor.kill()  # its ranks may be in a collective whose peers are gone
+        if self.group is not None:
+            self.group.close()
+        await self.executor.close()
+        await self.close_http()
 
     async def close_http(self) -> None:
         """Stops listening and gives the handlers FLUSH_S to end. Does nothing the second time."""
         if self.runner.server is not None:
             await self.runner.cleanup()
+
+    async def _load(self) -> Ready:
+        """Meets the other replicas, then loads, then connects the ranks of all."""
+        start = self.executor.start(
+            self.init,
+            timeout_s=self.config.startup_timeout_s,
+            on_progress=ProgressBar(sys.stderr).update,
+            exchange=self.group.exchange if self.group else own_blobs,
+        )
+        if self.group is None:
+            return await start
+        joining = self.group.join()
+        try:
+            await joining
+        except BaseException:
+            start.close()
+            raise
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self.group.failed())
+            ready = await start
+            watch.cancel()
+        return ready
 
     async def _drain(self) -> None:
         """Takes no new requests and waits for the running ones, until the time is up or a second request."""
@@ -140,6 +180,24 @@ class Engine:
             logger.warning("replica aborts requests running=%d", self.loop.num_unfinished)
         self.loop.abort_all()
 
+    async def _leave(self, stepping: asyncio.Task[None]) -> None:
+        """Steps on with the group until all of its replicas have drained, so that none is missed while it is needed."""
+        self.loop.want(_drained(self.config.dp_rank))
+        drained = [_drained(dp_rank) for dp_rank in range(self.config.layout.dp)]
+        limit_s = LEAVE_S if self.stop.count > 1 else LEAVE_S + self.config.drain_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.loop.commanded(*drained)
+                self.loop.want(STOP)
+                await asyncio.wait({stepping})
+        except TimeoutError:
+            logger.warning("replica leaves without a last step waited_s=%g", limit_s)
+
+
+def _drained(dp_rank: int) -> str:
+    """The command by which a replica says that it has no more requests."""
+    return f"drained {dp_rank}"
+
 
 def build(config: ReplicaConfig, sock: socket.socket, stop: StopRequests) -> Engine:
     """Checks the checkpoint, without torch, and makes every part. Raises ConfigError."""
@@ -147,11 +205,18 @@ def build(config: ReplicaConfig, sock: socket.socket, stop: StopRequests) -> Eng
     checkpoint = Checkpoint.open(config.model)
     checkpoint.check(model_config)
     model = ServedModel.load(config, model_config)
-    init = _worker_init(config, model_config, checkpoint, max_model_len=model.max_model_len)
-    host, port = config.host, sock.getsockname()[1]
+    init = _worker_init(config, model_config, max_model_len=model.max_model_len)
+    port = sock.getsockname()[1]
+    hello = _hello(config, model, model_hash(checkpoint, init.dtype), port)
 
     lifecycle = Lifecycle()
-    executor = MpExecutor()
+    executor = MpExecutor(num_ranks=config.layout.attn_tp)
+    group = None
+    if config.layout.dp > 1:
+        from replica.group_clock import GroupClock  # only here: a replica alone must not need a coordinator
+
+        shared = group_config(config, model_config, checkpoint)
+        group = GroupClock(config, hello, shared, collectives=executor.collectives_entered)
     scheduler = Scheduler(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -161,28 +226,20 @@ def build(config: ReplicaConfig, sock: socket.socket, stop: StopRequests) -> Eng
     loop = StepLoop(
         scheduler=scheduler,
         executor=executor,
+        clock=group or LocalClock(),
+        dp_rank=config.dp_rank,
         max_waiting=config.max_waiting,
         progress_deadline_s=config.progress_deadline_s,
+        startup_timeout_s=config.startup_timeout_s,
     )
     app = build_app(config=config, model=model, loop=loop, lifecycle=lifecycle)
-    replica_id = f"{socket.gethostname()}:{port}"
-    hello = Hello(
-        replica_id=replica_id,
-        incarnation=uuid.uuid4().hex,
-        url=advertised_url(config, port),
-        model=config.model_name,
-        model_hash=model_hash(checkpoint, init.dtype),
-        group=config.group or replica_id,
-        dp_rank=0,
-        max_model_len=model.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-    )
     return Engine(
         config=config,
-        url=http_url(host, port),
+        url=http_url(config.host, port),
         init=init,
         lifecycle=lifecycle,
         executor=executor,
+        group=group,
         loop=loop,
         registration=Registration(config=config, hello=hello, loop=loop),
         runner=web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=FLUSH_S),
@@ -190,8 +247,23 @@ def build(config: ReplicaConfig, sock: socket.socket, stop: StopRequests) -> Eng
     )
 
 
+def _hello(config: ReplicaConfig, model: ServedModel, hash_: str, port: int) -> Hello:
+    replica_id = f"{socket.gethostname()}:{port}"
+    return Hello(
+        replica_id=replica_id,
+        incarnation=uuid.uuid4().hex,
+        url=advertised_url(config, port),
+        model=config.model_name,
+        model_hash=hash_,
+        group=config.group or replica_id,
+        dp_rank=config.dp_rank,
+        max_model_len=model.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
 async def serve(config: ReplicaConfig, supervisor_fd: int) -> None:
-    """Runs a replica until it is asked to stop. Raises ConfigError, alone or in a group, or a group of WorkerFailed."""
+    """Runs a replica until it is asked to stop. Raises ConfigError, or a group of it, GroupLost or WorkerFailed."""
     stop = StopRequests()
     asyncio_loop = asyncio.get_running_loop()
 
@@ -206,57 +278,52 @@ async def serve(config: ReplicaConfig, supervisor_fd: int) -> None:
         await engine.runner.setup()
         await web.SockSite(engine.runner, sock).start()
         await engine.run(on_ready=lambda: os.write(supervisor_fd, READY_BYTE))
-    except* (ConfigError, WorkerFailed) as errors:
-        engine.lifecycle.state, engine.lifecycle.reason = EngineState.FAILED, str(_first(errors))
+    except* (ConfigError, GroupLost, WorkerFailed) as errors:
+        engine.lifecycle.state, engine.lifecycle.reason = EngineState.FAILED, str(first_error(errors))
         raise
     finally:
-        await engine.executor.close()
-        await engine.close_http()
+        await engine.close()
     logger.info("replica stopped")
 
 
-def _worker_init(
-    config: ReplicaConfig, model_config: ModelConfig, checkpoint: Checkpoint, *, max_model_len: int
-) -> Init:
-    dtype = model_config.dtype if config.dtype == "auto" else config.dtype
-    device = resolve_device(config)
-    loaded_bytes = weight_bytes(checkpoint, dtype)
-    cache_bytes = kv_cache_bytes(
-        config,
-        model=model_config,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        loaded_bytes=loaded_bytes,
-        free_bytes=free_memory_bytes(device),
+def _worker_init(config: ReplicaConfig, model_config: ModelConfig, *, max_model_len: int) -> Init:
+    """That of the replica's first rank."""
+    layout, dtype, device = config.layout, resolve_dtype(config, model_config), resolve_device(config)
+    free_bytes = free_memory_bytes(config)
+    settings = PlanSettings(
+        dtype=dtype, device_bytes=free_bytes, step_tokens=config.max_num_batched_tokens, survive=config.survive
     )
-    num_tokens = cache_bytes // model_config.kv_bytes_per_token(dtype)
+    # All ranks of the group get as much, lest one replica could take requests that another could not.
+    fullest = max(make_plan(model_config, layout, settings).ranks, key=lambda r: r.weight_bytes + r.reserve_bytes)
+    cache_bytes = kv_cache_bytes(config, rank=fullest, max_model_len=max_model_len, free_bytes=free_bytes)
     logger.info(
-        "memory planned device=%s dtype=%s weights_gib=%.2f kv_cache_gib=%.2f kv_tokens=%d",
+        "memory planned device=%s dtype=%s ranks=%d weights_gib=%.2f reserve_gib=%.2f kv_cache_gib=%.2f kv_tokens=%d",
         device,
         dtype,
-        loaded_bytes / GIB,
+        layout.attn_tp,
+        fullest.weight_bytes / GIB,
+        fullest.reserve_bytes / GIB,
         cache_bytes / GIB,
-        num_tokens,
+        cache_bytes // fullest.kv_bytes_per_token,
     )
+    degrees = asdict(layout)
+    del degrees["nnodes"]
     return Init(
         model=str(config.model),
         dtype=dtype,
         device=device,
-        num_threads=config.num_threads or len(os.sched_getaffinity(0)),
+        num_threads=config.num_threads or max(1, len(os.sched_getaffinity(0)) // layout.world),
         block_size=config.block_size,
         kv_cache_bytes=cache_bytes,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        rank=config.dp_rank * layout.attn_tp,
+        # A peer that is gone ends this process, and so its ranks, long before. Not earlier, since a first forward may
+        # compile for as long as a start may take.
+        collective_timeout_s=max(config.startup_timeout_s, 3 * config.progress_deadline_s),
+        **degrees,
     )
-
-
-def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
-    """One of the errors: they have one cause, seen by several tasks."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _read_line(fd: int) -> str:
@@ -269,14 +336,6 @@ def _read_line(fd: int) -> str:
     return received.decode()
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # it is not made for every platform
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
 def main(argv: list[str]) -> int:
     """The process: returns its exit code."""
     (supervisor_fd,) = (int(value) for value in argv)
@@ -286,13 +345,16 @@ def main(argv: list[str]) -> int:
     config = ReplicaConfig.from_json(_read_line(supervisor_fd))
     status = 0
     try:
-        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(serve(config, supervisor_fd))
     except* ConfigError as errors:
-        print_error(_first(errors))
+        print_error(first_error(errors))
         status = 2
+    except* GroupLost as errors:
+        logger.info("replica left its group reason=%s", first_error(errors))  # the master's process says it louder
+        status = 1
     except* WorkerFailed as errors:
-        logger.error("replica failed reason=%s", _first(errors))
+        logger.error("replica failed reason=%s", first_error(errors))
         status = 1
     return status
 

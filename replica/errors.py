@@ -8,6 +8,7 @@ ReplicaError
 ├── WorkerFailed           a rank's process died, froze or raised: its requests end with 500, the process exits 1
 └── RequestError           OpenAI's error body; nothing else notices
     ├── BadRequest         400, do not retry
+    │   ├── GrammarRefused 400, a schema that is no schema, cannot be met, or asks for too much work
     │   └── ContextTooLong 400, code context_length_exceeded
     ├── Unauthorized       401
     ├── UnknownModel       404
@@ -77,6 +78,10 @@ class ContextTooLong(BadRequest):
     """The prompt leaves no room for an answer."""
 
     code = "context_length_exceeded"
+
+
+class GrammarRefused(BadRequest):
+    """A grammar cannot be compiled within the limits."""
 
 
 class Unauthorized(RequestError):

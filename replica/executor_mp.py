@@ -143,14 +143,16 @@ class MpExecutor:
             weight_bytes=max(answer.weight_bytes for answer in answers),
         )
 
-    async def step(self, step_input: StepInput) -> StepOutput:
+    async def step(self, step_input: StepInput, on_sent: Callable[[], None] = lambda: None) -> StepOutput:
         """Runs one forward on all ranks and returns, when all have done it, what rank 0 sampled. Raises WorkerFailed.
 
+        `on_sent` is called when all ranks have their frame: what is done then takes no time of the step.
         After a failure or a cancellation the connections are out of step: only `close` may follow.
         """
         frame = encode(step_input)
         for worker in self._ranks:
             await worker.send(frame)
+        on_sent()
         # All at once: one that fails must be heard, although another one may be waiting for it in a collective.
         output, *others = await asyncio.gather(*(worker.receive() for worker in self._ranks))
         if not isinstance(output, StepOutput):
@@ -172,6 +174,12 @@ class MpExecutor:
         """As `watch`, of all ranks at once."""
         await asyncio.gather(*(self.watch(rank) for rank in range(self.num_ranks)))
         raise AssertionError("no watch returns")
+
+    def kill(self) -> None:
+        """Ends every worker at once, whatever it is doing."""
+        for worker in self._ranks:
+            if worker.process.returncode is None:
+                worker.process.kill()
 
     async def close(self) -> None:
         """Asks every worker to exit, and kills those that do not within SHUTDOWN_S."""

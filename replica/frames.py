@@ -103,6 +103,44 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogitEdits:
+    """What is done to logits before they are sampled, in this order. `..._rows` are among the step's N rows.
+
+    A biases, P rows with penalties, C tokens that those have seen, M rows with masks, W = cdiv(V, 32) words.
+    """
+
+    bias_rows: I32  # [A]
+    bias_ids: I32  # [A] token ids
+    biases: F32  # [A] added to the logit; -inf forbids the token
+    penalty_rows: I32  # [P]
+    repetition: F32  # [P]
+    presence: F32  # [P]
+    frequency: F32  # [P]
+    seen_rows: I32  # [C] which of the P
+    seen_ids: I32  # [C] token ids, each once a row
+    seen_counts: I32  # [C] times in the output; 0 for a token of the prompt alone
+    mask_rows: I32  # [M]
+    masks: I32  # [M, W] one bit a token, the lowest first; 0 forbids it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobsWanted:
+    """Of which of the step's N rows log probabilities are wanted."""
+
+    rows: I32  # [L] ascending
+    targets: I32  # [L] the token of interest; -1 for the one that is sampled
+    num_top: int  # how many of the most likely tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """Log probabilities by the unedited logits: first the token of interest, then the most likely, K in all."""
+
+    token_ids: I32  # [L, K]
+    values: F32  # [L, K]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
     """One forward. Sequences of one token with history come first (`num_decodes` of them), then prefill chunks."""
 
@@ -114,7 +152,9 @@ class StepInput:
     query_starts: I32  # [S + 1] first token of each sequence, then T
     context_lens: I32  # [S] tokens in the cache after this step, this step's included
     block_tables: I32  # [S, B] block ids, 0 past a sequence's last
-    sample_rows: I32  # [N] which of the T tokens are sampled after, ascending
+    # [N] after which of the T tokens logits are wanted, ascending: where a token is sampled, and prompt tokens whose
+    # log probabilities are asked for (those are sampled greedily, to no use)
+    sample_rows: I32
     temperature: F32  # [N]
     top_k: I32  # [N]
     top_p: F32  # [N]
@@ -124,14 +164,17 @@ class StepInput:
     output_indices: I32  # [N] 0 for a sequence's first output token
     # [dp] how many tokens each replica of the group has in this step; empty for a replica alone.
     group_tokens: I32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    edits: LogitEdits | None = None
+    logprobs: LogprobsWanted | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """The sampled tokens of one forward."""
+    """The sampled tokens of one forward, and the log probabilities that it was asked for."""
 
     step: int
     token_ids: I32  # [N]
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +202,8 @@ _TYPES: Final[tuple[type[Frame], ...]] = (
     *(Init, Progress, Blob, Blobs, Ready),
     *(StepInput, StepOutput, StepDone, Failed, Shutdown),
 )
-_NAMES: Final = {cls: [f.name for f in fields(cls)] for cls in _TYPES}
+_NESTED: Final = {cls.__name__: cls for cls in (LogitEdits, LogprobsWanted, Logprobs)}
+_NAMES: Final = {cls: [f.name for f in fields(cls)] for cls in (*_TYPES, *_NESTED.values())}
 _DTYPES: Final = ("<i4", "<i8", "<u8", "<f4")
 
 
@@ -178,7 +222,7 @@ def decode(body: bytes) -> Frame:
         kind, *values = msgpack.unpackb(body)
         cls = _TYPES[kind]
         frame: Frame = cls(**dict(zip(_NAMES[cls], map(_unpack, values), strict=True)))
-    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as err:
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as err:
         raise FrameError(f"not a frame: {err}") from err
     return frame
 
@@ -186,6 +230,8 @@ def decode(body: bytes) -> Frame:
 def _pack(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [_DTYPES.index(value.dtype.newbyteorder("<").str), list(value.shape), value.tobytes()]
+    if isinstance(value, LogitEdits | LogprobsWanted | Logprobs):
+        return {type(value).__name__: [_pack(getattr(value, name)) for name in _NAMES[type(value)]]}
     return value
 
 
@@ -195,4 +241,8 @@ def _unpack(value: Any) -> Any:
             return tuple(value)  # of bytes; an array begins with the number of its dtype
         kind, shape, raw = value
         return np.frombuffer(raw, dtype=_DTYPES[kind]).reshape(shape)
+    if isinstance(value, dict):
+        ((name, values),) = value.items()
+        cls = _NESTED[name]
+        return cls(**dict(zip(_NAMES[cls], map(_unpack, values), strict=True)))
     return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 
 from replica.errors import CheckpointError
 from replica.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,21 +20,20 @@ class GenerationDefaults:
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def load(cls, folder: Path) -> GenerationDefaults:
         """Reads `folder`/generation_config.json, which may be missing. Raises CheckpointError."""
         path = folder / "generation_config.json"
         raw = read_json_object(path)
-        penalty = _number(path, raw, "repetition_penalty", 1.0, low=0.0)
-        if penalty != 1.0:
-            logger.warning("default not applied repetition_penalty=%g from=%s", penalty, path.name)
         sampled = raw.get("do_sample") is not False
         return cls(
             temperature=_number(path, raw, "temperature", 1.0, low=0.0) if sampled else 0.0,
             top_k=int(_number(path, raw, "top_k", 0, low=0)),
             top_p=_number(path, raw, "top_p", 1.0, low=0.0, high=1.0),
             min_p=_number(path, raw, "min_p", 0.0, low=0.0, high=1.0),
+            repetition_penalty=_number(path, raw, "repetition_penalty", 1.0, low=0.01, high=100.0),
         )
 
 

@@ -14,7 +14,9 @@ import msgpack
 
 from coordinator.errors import CoordinatorError, JoinFailed, JoinRefused
 from coordinator.member import Member
-from coordinator.messages import Hello, Release
+from coordinator.messages import Hello as MemberHello
+from coordinator.messages import Release
+from proxy.protocol import Hello
 from replica.config import ReplicaConfig
 from replica.errors import ConfigError, GroupLost, ReplicaError, WorkerFailed
 
@@ -27,12 +29,27 @@ VERDICT_S: Final = 2.0  # the master answers a Fault at once
 class GroupClock:
     """A StepClock (step_clock.py) that is shared. `join`, `exchange`, then steps; `close` it in any case."""
 
-    def __init__(self, config: ReplicaConfig, hello: Hello, *, collectives: Callable[[], tuple[int, ...]]) -> None:
-        """`collectives`, called from a thread: how many each rank of this replica has entered."""
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        hello: Hello,
+        shared: dict[str, str],
+        *,
+        collectives: Callable[[], tuple[int, ...]],
+    ) -> None:
+        """`hello` is what proxies are told of this replica, `shared` what the group must have in common
+        (group_config.py). `collectives`, called from a thread: how many each rank of this replica has entered."""
         self.epoch = 0
-        self._num_ranks = config.layout.attn_tp
+        self.is_shared = True
         self._member = Member(
-            hello=hello,
+            hello=MemberHello(
+                group=hello.group,
+                replica_id=hello.replica_id,
+                incarnation=hello.incarnation,
+                dp_rank=hello.dp_rank,
+                config=shared,
+                url=hello.url,
+            ),
             host=config.master_addr,
             port=config.master_port,
             secret=config.group_secret.encode(),

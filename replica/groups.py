@@ -11,9 +11,9 @@ tokens. A width above attn_tp spans replicas. If instead all ranks of a replica 
 travel, in five collectives a layer instead of four, and each norm and router would be computed attn_tp times.
 
 Both are made of one collective, an all-to-all, because it takes parts of different sizes, sends each byte once and is
-the fastest that gloo has (2 ranks: 0.4 ms for 64 KiB, its all-gather and all-reduce 1.3). The parts are summed here, in
-the order of the ranks, so a sum does not depend on who was first. All sizes are known beforehand, from the release of
-the step: no rank ever asks another one for a size, and a rank without tokens takes every collective all the same.
+the fastest that gloo has (2 ranks on one machine: 0.4 ms, its all-gather and all-reduce 1.3). The parts are summed
+here, in the order of the ranks, so a sum does not depend on who was first. All sizes are known beforehand, from the
+release of the step: no rank ever asks another one for a size, and one without tokens takes every collective too.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from aiohttp import ClientError, web
 
+from replica.answers import Event
 from replica.errors import BadRequest, BodyTooLarge, ClientTooSlow, RequestError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -42,15 +43,15 @@ async def _read_piece(request: web.Request, timeout_s: float) -> bytes:
         raise BadRequest(f"the body cannot be read: {err}") from err
 
 
-def error_response(err: RequestError) -> web.Response:
+def error_response(err: RequestError, body: dict[str, Any]) -> web.Response:
     """The answer to a request that failed before anything was sent."""
-    response = web.json_response(err.body(), status=err.status)
+    response = web.json_response(body, status=err.status)
     if isinstance(err, Unavailable):
         response.headers["Retry-After"] = str(err.retry_after_s)
     return response
 
 
-def http_error_response(err: web.HTTPException) -> web.Response:
+def http_error(err: web.HTTPException) -> web.Response:
     """aiohttp's own errors, such as for a route that is not there, as OpenAI's clients expect errors."""
     kind = "invalid_request_error" if err.status < 500 else "server_error"
     body: dict[str, Any] = {"error": {"message": err.reason, "type": kind, "param": None, "code": None}}
@@ -79,7 +80,7 @@ class EventStream:
         """Whether the status and the headers are decided."""
         return self.response.prepared
 
-    async def fail(self, error: str) -> None:
+    async def fail(self, error: Event) -> None:
         """Writes the error as the last event and closes the connection, so that nobody takes the stream for whole."""
         self.response.force_close()
         try:
@@ -87,7 +88,7 @@ class EventStream:
         except ConnectionError as err:
             logger.debug("error not delivered err=%s", err)  # the client knows that the stream broke off
 
-    async def send(self, event: str) -> None:
+    async def send(self, event: Event) -> None:
         """Writes one event as one HTTP chunk. Raises ConnectionError if the client is gone or does not read.
 
         Waits while the client reads slowly: what it does not take stays with the sequence, as tokens.
@@ -96,7 +97,8 @@ class EventStream:
             async with asyncio.timeout(self._timeout_s):
                 if not self.response.prepared:
                     await self.response.prepare(self._request)
-                await self.response.write(b"data: " + event.encode() + b"\n\n")
+                name = b"" if event.name is None else b"event: " + event.name.encode() + b"\n"
+                await self.response.write(name + b"data: " + event.data.encode() + b"\n\n")
         except TimeoutError as err:
             if self._request.transport is not None:
                 self._request.transport.abort()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +22,21 @@ class KVCache:
     ) -> None:
         _, num_kv_heads, _ = shards.num_heads
         size = (num_blocks, block_size, num_kv_heads, shards.config.head_dim)
-        # Zeros, not empty: on the CPU such pages take no memory until they are written, and a padded read is never NaN.
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for _ in range(shards.config.num_layers):
-            self.keys.append(torch.zeros(size, dtype=dtype, device=device))
-            self.values.append(torch.zeros(size, dtype=dtype, device=device))
+            self.keys.append(_zeros(size, dtype, device))
+            self.values.append(_zeros(size, dtype, device))
         self.num_blocks = num_blocks
         self.block_size = block_size
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, so that a padded read is never NaN. On the CPU they take no memory until they are written."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    num_bytes = math.prod(size) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(size)  # torch.zeros would write them all
 
 
 def num_blocks_in(cache_bytes: int, *, block_bytes: int, block_size: int, max_model_len: int) -> int:

@@ -3,17 +3,17 @@
 The ranks of a group are numbered 0 to world - 1; rank = dp_rank * attn_tp + local_rank. Each kind of layer has a width:
 the number of ranks that share its weights. A group of a width is a contiguous block of so many ranks.
 
-    --dp 2 --tp 8     attention {0-3} {4-7}, MLP and MoE {0-7}, tokens gathered over {0,4} {1,5} {2,6} {3,7}
+    --dp 2 --tp 8     attention {0-3} {4-7}, MLP and MoE {0-7}
 
-A group wider than a replica spans replicas: each rank gathers the tokens of the block's replicas from one rank of each
-(stride attn_tp), computes its part, and the sums are scattered so that each token reaches one owner in its own replica.
-A width of 1 means that every rank computes the layer for the tokens it owns, with whole weights.
+Each token has one owner among the ranks of its replica (groups.py tells what they exchange). A group wider than a
+replica spans replicas: its ranks compute their parts for the tokens of all of them. A width of 1 means that every rank
+computes the layer for the tokens it owns, with whole weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -128,42 +128,11 @@ class Layout:
         """All groups of ranks that share a layer of this width. Find one's own with `own_group`."""
         return tuple(tuple(range(first, first + width)) for first in range(0, self.world, width))
 
-    def gather_groups(self, width: int) -> Groups:
-        """The ranks that exchange tokens before a layer of this width: one of each replica that the layer spans."""
-        if width <= self.attn_tp:
-            return tuple((rank,) for rank in range(self.world))
-        return tuple(
-            tuple(range(block[0] + local, block[-1] + 1, self.attn_tp))
-            for block in self.groups(width)
-            for local in range(self.attn_tp)
-        )
-
-    def spanned_replicas(self, width: int, rank: int) -> range:
-        """The dp ranks whose tokens a layer of this width computes together, in the order they are gathered."""
-        num_replicas = max(1, width // self.attn_tp)
-        first = self.dp_rank(rank) // num_replicas * num_replicas
-        return range(first, first + num_replicas)
-
     def owned_tokens(self, num_tokens: int, local_rank: int) -> Range:
         """Which of its replica's tokens a rank owns; the remainder goes to the first ranks."""
         base, extra = divmod(num_tokens, self.attn_tp)
         start = local_rank * base + min(local_rank, extra)
         return start, start + base + (local_rank < extra)
-
-    def owned_rows(self, width: int, rank: int, tokens: Sequence[int]) -> tuple[Range, ...]:
-        """Who owns what of the gathered tokens, for the reduce-scatter after a layer that spans replicas.
-
-        `tokens` has one count per replica of the group. The result has one range of rows of the gathered buffer per
-        rank of the rank's own group of this width (at least attn_tp), in order; the ranges join without a gap.
-        """
-        rows: list[Range] = []
-        offset = 0
-        for dp_rank in self.spanned_replicas(width, rank):
-            for local_rank in range(self.attn_tp):
-                start, stop = self.owned_tokens(tokens[dp_rank], local_rank)
-                rows.append((offset + start, offset + stop))
-            offset += tokens[dp_rank]
-        return tuple(rows)
 
     def padded_vocab(self, vocab_size: int) -> int:
         """The vocabulary, padded so that each rank of a replica has as many rows."""

@@ -6,6 +6,7 @@ down_proj) takes some columns of the input and gives this rank's part of a sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import kernels
 from replica.errors import CheckpointError
+from replica.groups import Group
 from replica.layout import Range
 from replica.quantization import FP8_BLOCK, SCALE_SUFFIX
 from replica.shards import Ranges
@@ -34,28 +36,51 @@ class Linear:
 class Fp8Linear:
     """The same with FP8 weights, and activations that are quantised in groups of 128 columns of a token.
 
-    A kernel finds an element's scale by its row and column / 128, counted from the beginning of what it is given. A
-    part that is cut by heads may begin within a block of 128; so it is given to the kernel in pieces, each of which
-    begins with a block or lies within one. Heads of 128 give a single piece.
-
-    Where heads are narrower, a group of o_proj's activations spans ranks. Each rank quantises its own columns of it,
-    with their own scale: as fine or finer than on one rank, without a collective, but not rounded alike.
+    A kernel finds an element's scale by its row / 128, counted from the first row that it is given. A part that is cut
+    by heads may begin within a block of 128; so it is given to the kernel in pieces, each of which begins with a block
+    or lies within one. Heads of 128 give a single piece.
     """
 
-    columns: tuple[Range, ...]  # of x; the products of these are summed
-    pieces: tuple[tuple[tuple[Tensor, Tensor], ...], ...]  # for each of them, weights and scales; outputs side by side
+    pieces: tuple[tuple[Tensor, Tensor], ...]  # weights [rows, in] and their scales; the outputs lie side by side
     bias: Tensor | None = None  # [out]
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, in] -> [T, out]
-        y = self._product(0, x)
-        for index in range(1, len(self.columns)):
-            y = y + self._product(index, x)
+        outputs = [kernels.linear_fp8(x, weight, scale) for weight, scale in self.pieces]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return y if self.bias is None else y + self.bias
 
-    def _product(self, index: int, x: Tensor) -> Tensor:
-        start, stop = self.columns[index]
-        outputs = [kernels.linear_fp8(x[:, start:stop], weight, scale) for weight, scale in self.pieces[index]]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+class OutputLinear:
+    """o_proj without its bias: its input is cut by heads, so the results of the replica's ranks are parts of a sum.
+
+    In FP8, heads that do not fill groups of 128 on each rank leave groups that span ranks. Then the ranks first agree
+    on the groups' scales, so that each value is rounded as on one rank. Published FP8 checkpoints have heads of 128.
+    """
+
+    def __init__(self, weights: WeightReader, name: str) -> None:
+        matrix = f"{name}.weight"
+        part = weights.shard(matrix)
+        self._linear = load_linear(weights, name)
+        self._first, stop = _only(part.columns)
+        self._num_groups = -(-weights.shards.config.num_heads * weights.shards.config.head_dim // FP8_BLOCK)
+        self._spans_ranks = (
+            isinstance(self._linear, Fp8Linear)
+            and weights.shards.layout.attn_tp > 1
+            and (stop - self._first) % FP8_BLOCK != 0
+        )
+
+    def __call__(self, x: Tensor, group: Group) -> Tensor:  # [T, heads of this rank * D] -> [T, H], a part
+        if not self._spans_ranks:
+            return self._linear(x)
+        assert isinstance(self._linear, Fp8Linear)
+        ((weight, weight_scale),) = self._linear.pieces
+        start = self._first // FP8_BLOCK
+        own = kernels.group_maxima(x, self._first)  # [T, groups that this rank touches]
+        maxima = torch.zeros((x.shape[0], self._num_groups), dtype=torch.float32, device=x.device)
+        maxima[:, start : start + own.shape[1]] = own
+        maxima = group.all_gather(maxima, [x.shape[0]] * group.size).view(group.size, *maxima.shape).amax(dim=0)
+        x_scale = kernels.scale_of(maxima[:, start : start + own.shape[1]])
+        return kernels.linear_fp8_scaled(x, x_scale, weight, weight_scale, self._first)
 
 
 def load_linear(weights: WeightReader, *names: str, has_bias: bool = False) -> Linear | Fp8Linear:
@@ -72,30 +97,26 @@ def load_linear(weights: WeightReader, *names: str, has_bias: bool = False) -> L
     if kinds == {False}:
         return Linear(weight, bias)
     scale = weights.stacked([name + SCALE_SUFFIX for name in matrices])
-    parts = [weights.shard(name) for name in matrices]
-    assert parts[0].columns is not None  # they are matrices
-    rows = _pieces(*(part.rows for part in parts))
-    columns = _pieces(parts[0].columns)
-    pieces = tuple(tuple((weight[r, c], scale[rs, cs]) for r, rs in rows) for c, cs in columns)
-    return Fp8Linear(tuple((c.start, c.stop) for c, _ in columns), pieces, bias)
+    pieces = _pieces(weights.shard(name).rows for name in matrices)
+    return Fp8Linear(tuple((weight[rows], scale[blocks]) for rows, blocks in pieces), bias)
 
 
-def _pieces(*parts: Ranges) -> list[tuple[slice, slice]]:
-    """Cuts the rows (or columns) of stacked parts into pieces whose scales can be found by row / 128.
+def _pieces(parts: Iterable[Ranges]) -> list[tuple[slice, slice]]:
+    """Cuts the rows of stacked parts into pieces whose scales can be found by row / 128.
 
-    A part is the ranges that were taken of one tensor; its scales are those of the blocks that it touches. Returns the
+    A part is the rows that were taken of one tensor; its scales are those of the blocks that it touches. Returns the
     slices of the rows in memory, and of their scales.
     """
     pieces: list[tuple[slice, slice]] = []
     row = block = 0  # in memory
-    for start, stop in (piece for part in parts for span in part for piece in _block_runs(span)):
+    for start, stop in (run for part in parts for span in part for run in _block_runs(span)):
         num_blocks = -(-stop // FP8_BLOCK) - start // FP8_BLOCK
-        rows, blocks = slice(row, row + stop - start), slice(block, block + num_blocks)
-        row, block = rows.stop, blocks.stop
-        if pieces and (pieces[-1][0].stop - pieces[-1][0].start) % FP8_BLOCK == 0:
-            rows, blocks = slice(pieces[-1][0].start, row), slice(pieces[-1][1].start, block)
-            pieces.pop()
-        pieces.append((rows, blocks))
+        first_row, first_block = row, block
+        if pieces and (row - pieces[-1][0].start) % FP8_BLOCK == 0:
+            rows, blocks = pieces.pop()
+            first_row, first_block = rows.start, blocks.start
+        row, block = row + stop - start, block + num_blocks
+        pieces.append((slice(first_row, row), slice(first_block, block)))
     return pieces or [(slice(0, 0), slice(0, 0))]
 
 
@@ -104,3 +125,8 @@ def _block_runs(span: Range) -> list[Range]:
     start, stop = span
     boundary = -(-start // FP8_BLOCK) * FP8_BLOCK
     return [span] if start == boundary or stop <= boundary else [(start, boundary), (boundary, stop)]
+
+
+def _only(ranges: Ranges | None) -> Range:
+    assert ranges is not None and len(ranges) == 1  # heads are consecutive
+    return ranges[0]

@@ -13,9 +13,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from replica.request import FinishReason, Sequence
 from replica.step_loop import EngineStats
 
 LABELS: Final = ("model_name", "engine")
+WAITING_LABELS: Final = (*LABELS, "reason")
 # Upper bounds as in vLLM, so that its dashboards' quantiles stay comparable. Seconds; tokens.
 FIRST_TOKEN_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -30,16 +32,23 @@ LATENCY_S: Final = (
 )
 TOKENS: Final = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 
+CHOICES: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
+
 
 class Metrics:
     """The registry of one replica. `stats` is asked at every scrape."""
 
     def __init__(
-        self, *, model_name: str, stats: Callable[[], EngineStats], now_s: Callable[[], float] = time.monotonic
+        self,
+        *,
+        model_name: str,
+        dp_rank: int = 0,
+        stats: Callable[[], EngineStats],
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = CollectorRegistry()
         self.now_s = now_s
-        labels = {"model_name": model_name, "engine": "0"}
+        labels = {"model_name": model_name, "engine": str(dp_rank)}
         self.registry.register(_LoadCollector(labels, stats))
 
         def counter(name: str, text: str, *further: str) -> Counter:
@@ -60,11 +69,15 @@ class Metrics:
         self.per_token = histogram(
             "vllm:request_time_per_output_token_seconds", "A request's mean time between tokens.", BETWEEN_TOKENS_S
         )
+        self.queue = histogram("vllm:request_queue_time_seconds", "Arrival to first step.", LATENCY_S)
+        self.prefill = histogram("vllm:request_prefill_time_seconds", "First step to first token.", LATENCY_S)
+        self.inference = histogram("vllm:request_inference_time_seconds", "First step to last token.", LATENCY_S)
         self.decode = histogram("vllm:request_decode_time_seconds", "First token to last.", LATENCY_S)
         self.latency = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", LATENCY_S)
         self.request_prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self.request_generated = histogram("vllm:request_generation_tokens", "Tokens generated of a request.", TOKENS)
         self.request_max = histogram("vllm:request_params_max_tokens", "Most tokens a request may get.", TOKENS)
+        self.request_n = histogram("vllm:request_params_n", "Choices of a request.", CHOICES)
 
     def ended(self, reason: str) -> None:
         """A choice has ended."""
@@ -80,43 +93,48 @@ class Metrics:
 
 
 class ChoiceTimes:
-    """Observes one choice from its arrival to its end."""
+    """Observes one choice from its arrival to its end. `num_choices`: those of its prompt, itself included."""
 
-    def __init__(self, metrics: Metrics, *, arrived_s: float, prompt_tokens: int, max_tokens: int) -> None:
+    def __init__(self, metrics: Metrics, sequence: Sequence, *, num_choices: int) -> None:
         self._metrics = metrics
-        self._arrived_s = arrived_s
+        self._sequence = sequence
+        self._num_choices = num_choices
         self._first_s = self._last_s = 0.0
         self._num_tokens = 0
-        self._prompt_tokens = prompt_tokens
-        self._max_tokens = max_tokens
 
     def output(self, num_tokens: int) -> None:
         """`num_tokens` more have come, together."""
         if not num_tokens:
             return
-        now_s = self._metrics.now_s()
+        metrics, sequence = self._metrics, self._sequence
+        now_s = metrics.now_s()
         if self._num_tokens:
-            self._metrics.between_tokens.observe((now_s - self._last_s) / num_tokens)
+            metrics.between_tokens.observe((now_s - self._last_s) / num_tokens)
         else:
             self._first_s = now_s
-            self._metrics.first_token.observe(now_s - self._arrived_s)
-            self._metrics.prompt_tokens.inc(self._prompt_tokens)
+            metrics.first_token.observe(now_s - sequence.arrived_s)
+            metrics.prompt_tokens.inc(len(sequence.prompt_ids))
         self._last_s = now_s
         self._num_tokens += num_tokens
-        self._metrics.generation_tokens.inc(num_tokens)
+        metrics.generation_tokens.inc(num_tokens)
 
     def end(self, reason: str) -> None:
         """The choice has ended. Times are observed only of those that ended well."""
-        metrics = self._metrics
+        metrics, sequence = self._metrics, self._sequence
         metrics.ended(reason)
-        if reason not in ("stop", "length"):
+        if reason in (FinishReason.ABORT, FinishReason.ERROR):
             return
         decode_s = self._last_s - self._first_s
-        metrics.latency.observe(self._last_s - self._arrived_s)
+        started_s = sequence.started_s or sequence.arrived_s
+        metrics.queue.observe(started_s - sequence.arrived_s)
+        metrics.prefill.observe(self._first_s - started_s)
+        metrics.inference.observe(self._last_s - started_s)
+        metrics.latency.observe(self._last_s - sequence.arrived_s)
         metrics.decode.observe(decode_s)
-        metrics.request_prompt.observe(self._prompt_tokens)
+        metrics.request_prompt.observe(len(sequence.prompt_ids))
         metrics.request_generated.observe(self._num_tokens)
-        metrics.request_max.observe(self._max_tokens)
+        metrics.request_max.observe(sequence.params.max_tokens)
+        metrics.request_n.observe(self._num_choices)
         if self._num_tokens > 1:
             metrics.per_token.observe(decode_s / (self._num_tokens - 1))
 
@@ -137,17 +155,34 @@ class _LoadCollector(Collector):
         yield self._gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used / max(1, stats.total_blocks)
         )
+        waits = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences not started, by what they wait for.",
+            labels=WAITING_LABELS,
+        )
+        waits.add_metric([*self._labels.values(), "capacity"], stats.waiting)
+        yield waits
         yield self._gauge(
             "lockstep_queued_prefill_tokens", "Prompt tokens not computed yet.", stats.queued_prefill_tokens
         )
         yield self._gauge("lockstep_kv_blocks", "KV blocks there are.", stats.total_blocks)
         yield self._gauge("lockstep_kv_blocks_used", "KV blocks in use.", used)
         yield self._gauge("lockstep_epoch", "The group's membership epoch.", stats.epoch)
-        steps = CounterMetricFamily("lockstep_steps", "Forward steps done.", labels=LABELS)
-        steps.add_metric(list(self._labels.values()), stats.step)
-        yield steps
+        yield self._counter("lockstep_steps", "Forward steps done.", stats.step)
+        yield self._counter(
+            "lockstep_idle_steps", "Of these, steps without tokens, for other replicas of the group.", stats.idle_steps
+        )
+        yield self._counter(
+            "lockstep_barrier_wait_seconds", "Waited for the release of steps with own work.", stats.barrier_wait_s
+        )
+        yield self._counter("lockstep_forward_seconds", "From a release to the ranks' answer.", stats.forward_s)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(name, text, labels=LABELS)
         gauge.add_metric(list(self._labels.values()), value)
         return gauge
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        counter = CounterMetricFamily(name, text, labels=LABELS)
+        counter.add_metric(list(self._labels.values()), value)
+        return counter

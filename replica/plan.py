@@ -67,7 +67,7 @@ class Plan:
 
     layout: Layout
     ranks: tuple[RankPlan, ...]
-    sent_bytes: Mapping[str, int]  # by kind of layer: what each rank sends in one step, as ring collectives do
+    sent_bytes: Mapping[str, int]  # by kind of layer: what each rank sends in one step
     losses: int  # replicas for whose blocks there is a reserve
     missing_bytes: int  # what the fullest rank lacks for weights and reserve; 0 if they fit
 
@@ -128,8 +128,8 @@ def make_plan(
 def sent_bytes(config: ModelConfig, layout: Layout, settings: PlanSettings) -> dict[str, int]:
     """What one rank sends in one decode step of `step_tokens` tokens, by kind of layer.
 
-    A ring's reduce-scatter or all-gather sends every other rank's chunk once. Each layer ends with both inside the
-    replica; one that spans replicas first gathers their tokens and scatters its sums over all of its group.
+    Around each layer its ranks gather the tokens that each of them owns, and scatter the sums back: both send as many
+    chunks as there are other ranks.
     """
     attn_tp, item_bytes = layout.attn_tp, DTYPE_BYTES[settings.dtype]
     tokens = -(-settings.step_tokens // layout.dp)  # of one replica
@@ -137,17 +137,12 @@ def sent_bytes(config: ModelConfig, layout: Layout, settings: PlanSettings) -> d
     chunk = -(-tokens // attn_tp) * token_bytes  # what one rank owns
     in_replica = (attn_tp - 1) * chunk
 
-    def layer(width: int) -> int:
-        gathered = (max(1, width // attn_tp) - 1) * tokens * token_bytes
-        scattered = (width - 1) * chunk
-        return gathered + scattered + in_replica
-
     num_dense = len(config.dense_layers)
     logits = (attn_tp - 1) * tokens * layout.padded_vocab(config.vocab_size) // attn_tp * item_bytes
     return {
         "attention": config.num_layers * 2 * in_replica,
-        "mlp": num_dense * layer(layout.mlp_tp),
-        "experts": (config.num_layers - num_dense) * layer(layout.moe),
+        "mlp": num_dense * 2 * (layout.mlp_tp - 1) * chunk,
+        "experts": (config.num_layers - num_dense) * 2 * (layout.moe - 1) * chunk,
         "vocabulary": 2 * in_replica + logits,
     }
 

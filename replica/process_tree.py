@@ -7,6 +7,7 @@ one that answers for it, and none holds a port or a device that the next life ne
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -35,3 +36,12 @@ def describe_status(status: int) -> str:
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return f"exit status {status}"
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, or asyncio's where uvloop is not made for the platform."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -40,6 +40,11 @@ def is_opened_by(prompt: str) -> bool:
     return prompt.rstrip().endswith(OPEN)
 
 
+def is_closed_by(prompt: str) -> bool:
+    """Whether the prompt's text ends with reasoning that is over, so that the answer has none."""
+    return prompt.rstrip().endswith(CLOSE)
+
+
 class ReasoningSplitter:
     """Incremental splitter for one answer. `opened`: the prompt has opened the reasoning already."""
 

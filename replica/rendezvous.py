@@ -10,7 +10,7 @@ they fill the stores and the threads end. So all groups of an epoch cost one exc
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -48,10 +48,9 @@ class Rendezvous:
         """Takes the blobs of all ranks, in order, and waits for the connections. Raises PeerError if one fails."""
         if len(blobs) != self._layout.world:
             raise PeerError(f"{len(blobs)} blobs came for the {self._layout.world} ranks of the group")
-        values = [_unpack(blob, rank) for rank, blob in enumerate(blobs)]
         transports: dict[tuple[int, ...], Transport] = {}
         for pending in self._pending:
-            pending.fill({key: value for rank in pending.ranks for key, value in values[rank][pending.name].items()})
+            pending.fill({key: value for rank in pending.ranks for key, value in _values(blobs, rank, pending.name)})
         for pending in self._pending:
             transports[pending.ranks] = _ProcessGroupTransport(pending.result())
         return Groups.connect(self._layout, self._rank, transports, count)
@@ -179,10 +178,10 @@ def _nccl_group(store: Store, rank: int, size: int, settings: _Settings) -> Any:
     return group
 
 
-def _unpack(blob: bytes, rank: int) -> dict[str, dict[str, bytes]]:
-    """A peer's values by group and key."""
+def _values(blobs: Sequence[bytes], rank: int, group: str) -> Iterable[tuple[str, bytes]]:
+    """What a rank has set in the store of a group."""
     try:
-        values: dict[str, dict[str, bytes]] = msgpack.unpackb(blob)
-    except ValueError as err:
-        raise PeerError(f"the blob of rank {rank} is none: {err}") from err
-    return values
+        values: dict[str, bytes] = msgpack.unpackb(blobs[rank])[group]
+        return values.items()
+    except (ValueError, TypeError, KeyError, AttributeError) as err:
+        raise PeerError(f"the blob of rank {rank} is not one of this layout: {err}") from err

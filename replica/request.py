@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 
 class FinishReason(StrEnum):
@@ -32,6 +33,41 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int  # 64 bits, never absent: a request without one gets it from its id
     stop_token_ids: frozenset[int] = frozenset()  # ends the sequence; the token itself is published
+    min_tokens: int = 0  # no token of stop_token_ids is sampled before so many others
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, what is added to its logit
+    logprobs: int | None = None  # each output token's log probability and those of so many most likely; None: neither
+    prompt_logprobs: int | None = None  # the same of each prompt token but the first
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+
+class Constraint(Protocol):
+    """What the output may be: a grammar, or anything else that allows or forbids each next token (see grammar.py)."""
+
+    def mask(self, output_ids: list[int], banned_ids: frozenset[int]) -> bytes | None:
+        """The tokens that may come next, one bit each, lowest first; None allows all.
+
+        Banned ones are left out unless nothing else is left. Runs in a thread. Raises ConstraintFailed.
+        """
+
+
+class ConstraintFailed(Exception):
+    """The output cannot be constrained any further. Only its own sequence ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token, its log probability before penalties and temperature, and the most likely tokens in its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # most likely first
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +77,7 @@ class TokenOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str = ""  # with FinishReason.ERROR
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token if the sequence asks for them
 
 
 class OutputStream:
@@ -50,17 +87,19 @@ class OutputStream:
     A handler that reads several streams gives them one event.
     """
 
-    __slots__ = ("_error", "_event", "_finish_reason", "_token_ids")
+    __slots__ = ("_error", "_event", "_finish_reason", "_logprobs", "_token_ids")
 
     def __init__(self, event: asyncio.Event | None = None) -> None:
         self._event = event or asyncio.Event()  # set when there is something to take
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._finish_reason: FinishReason | None = None
         self._error = ""
 
     def put(self, output: TokenOutput) -> None:
         """Called by the step loop, on the event loop's thread."""
         self._token_ids.extend(output.token_ids)
+        self._logprobs.extend(output.logprobs)
         self._finish_reason = output.finish_reason
         self._error = output.error
         self._event.set()
@@ -69,8 +108,9 @@ class OutputStream:
         """What has come since the last call, as one output; None when nothing has."""
         if not self._token_ids and self._finish_reason is None:
             return None
-        output = TokenOutput(tuple(self._token_ids), self._finish_reason, self._error)
+        output = TokenOutput(tuple(self._token_ids), self._finish_reason, self._error, tuple(self._logprobs))
         self._token_ids.clear()
+        self._logprobs.clear()
         self._finish_reason = None
         return output
 
@@ -100,7 +140,16 @@ class Sequence:
     num_computed: int = 0  # tokens whose keys and values are in the cache
     row: int = -1  # in the scheduler's row table while it runs
     finish_reason: FinishReason | None = None  # set once, when it ends
+    num_cached: int = 0  # prompt tokens that were in the cache before it began
     arrived_s: float = 0.0  # monotonic
+    started_s: float = 0.0  # monotonic; when its first step began
+    constraint: Constraint | None = None
+    mask: bytes | None = None  # of the constraint, for the step that comes
+    seen: dict[int, int] = field(
+        default_factory=dict
+    )  # token id -> times in the output; for penalties (logit_edits.py)
+    num_seen: int = 0  # output tokens that `seen` counts
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second prompt token on
 
     @property
     def num_tokens(self) -> int:

@@ -1,93 +1,46 @@
-"""The fields of the OpenAI API as tables: how each is checked, and what happens to those that are not served.
-
-A field is in exactly one place: in a table of fields that are served, in NOT_SERVED (it would change the answer, so
-anything but a value that changes nothing is refused), or in IGNORED (it changes no answer). A field in none of them is
-accepted and logged once, since clients send fields of other servers. `null` is the same as leaving the field out.
-"""
+"""The fields of /v1/chat/completions and /v1/completions. How tables work is told in fields.py."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Final
 
 from replica.errors import BadRequest
+from replica.fields import MAX_INT32, Check, Field, Schema, Table, bad, check_object, flag, number, string, whole
+from replica.message_fields import (
+    ROLES,
+    check_messages,
+    check_response_format,
+    check_stream_options,
+    check_template_kwargs,
+    check_tool_choice,
+    check_tools,
+)
 
-logger = logging.getLogger(__name__)
-
-Check = Callable[[str, Any], Any]  # (name, value) -> the value to use; raises BadRequest
-
-MAX_INT32: Final = 2**31 - 1
+MAX_CHOICES: Final = 128
+MAX_TOP_LOGPROBS: Final = 20
 MAX_STOP_TOKENS: Final = 1024
-MAX_UNKNOWN_LOGGED: Final = 256  # names of unknown fields that are remembered, and so logged once
-ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+MAX_STOP_STRINGS: Final = 64
+MAX_STOP_CHARS: Final = 1024
+MAX_BIASES: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """A served field: its check, and the value when the client sends none."""
-
-    check: Check
-    default: Any = None
-
-
-def bad(name: str, value: Any, expected: str) -> BadRequest:
-    """The error for a field with a wrong value."""
-    shown = repr(value)
-    if len(shown) > 100:
-        shown = shown[:100] + "..."
-    return BadRequest(f"{name} is {shown}, must be {expected}", param=name)
-
-
-def number(low: float, high: float) -> Check:
-    """A finite number from `low` to `high`."""
-
-    def check(name: str, value: Any) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:  # false for NaN, too
-            raise bad(name, value, f"a number from {low:g} to {high:g}")
-        return float(value)
-
-    return check
+def check_stop(name: str, value: Any) -> tuple[str, ...]:
+    """A stop string or a list of them; empty ones stop nothing."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise bad(name, value, "a string or a list of strings")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise BadRequest(f"{name} has {len(stops)} strings, limit is {MAX_STOP_STRINGS}", param=name)
+    for stop in stops:
+        if not isinstance(stop, str):
+            raise bad(name, value, "a string or a list of strings")
+        if len(stop) > MAX_STOP_CHARS:
+            raise BadRequest(f"{name} has a string of {len(stop)} characters, limit is {MAX_STOP_CHARS}", param=name)
+    return tuple(stop for stop in stops if stop)
 
 
-def whole(low: int, high: int) -> Check:
-    """A whole number from `low` to `high`; 3.0 is one."""
-
-    def check(name: str, value: Any) -> int:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if type(value) is not int or not low <= value <= high:
-            limit = f"of at least {low}" if high == MAX_INT32 else f"from {low} to {high}"
-            raise bad(name, value, f"a whole number {limit}")
-        return value
-
-    return check
-
-
-def flag(name: str, value: Any) -> bool:
-    """True or false."""
-    if not isinstance(value, bool):
-        raise bad(name, value, "true or false")
-    return value
-
-
-def string(name: str, value: Any) -> str:
-    """A string."""
-    if not isinstance(value, str):
-        raise bad(name, value, "a string")
-    return value
-
-
-def object_(name: str, value: Any) -> dict[str, Any]:
-    """An object."""
-    if not isinstance(value, dict):
-        raise bad(name, value, "an object")
-    return value
-
-
-def stop_token_ids(name: str, value: Any) -> frozenset[int]:
+def check_stop_token_ids(name: str, value: Any) -> frozenset[int]:
     """A list of token ids."""
     if not isinstance(value, list) or not all(type(i) is int and 0 <= i <= MAX_INT32 for i in value):
         raise bad(name, value, "a list of token ids")
@@ -96,53 +49,21 @@ def stop_token_ids(name: str, value: Any) -> frozenset[int]:
     return frozenset(value)
 
 
-def include_usage(name: str, value: Any) -> bool:
-    """`stream_options`, of which one option is served."""
-    options = object_(name, value)
-    if options.get("continuous_usage_stats"):
-        raise BadRequest(f"{name}.continuous_usage_stats is not supported", param=f"{name}.continuous_usage_stats")
-    return flag(f"{name}.include_usage", options.get("include_usage") or False)
+def check_logit_bias(name: str, value: Any) -> dict[int, float]:
+    """Token ids, as JSON's keys are: strings, and from -100 to 100 for each."""
+    biases = check_object(name, value)
+    if len(biases) > MAX_BIASES:
+        raise BadRequest(f"{name} has {len(biases)} tokens, limit is {MAX_BIASES}", param=name)
+    check = number(-100, 100).check
+    made: dict[int, float] = {}
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise bad(name, key, "an object whose keys are token ids")
+        made[int(key)] = check(f"{name}.{key}", bias)
+    return made
 
 
-def tool_choice(name: str, value: Any) -> str:
-    """Who decides whether a tool is called."""
-    if value not in ("auto", "none"):
-        raise bad(name, value, "'auto' or 'none'; required and named tools are not supported")
-    return str(value)
-
-
-def template_kwargs(name: str, value: Any) -> dict[str, Any]:
-    """Further variables of the chat template."""
-    kwargs = object_(name, value)
-    for key in ("messages", "tools", "documents", "add_generation_prompt"):
-        if key in kwargs:
-            raise BadRequest(f"{name}.{key} cannot be set; the request itself does", param=f"{name}.{key}")
-    return kwargs
-
-
-def tools(name: str, value: Any) -> list[dict[str, Any]]:
-    """OpenAI's function tools."""
-    if not isinstance(value, list):
-        raise bad(name, value, "a list of tools")
-    for i, tool in enumerate(value):
-        function = object_(f"{name}[{i}]", tool).get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict):
-            raise bad(f"{name}[{i}]", tool, '{"type": "function", "function": {...}}')
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise bad(f"{name}[{i}].function.name", function.get("name"), "a name")
-    return value
-
-
-def messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """A conversation: at least one message, text only."""
-    if not isinstance(value, list) or not value:
-        raise bad(name, value, "a list of at least one message")
-    for i, message in enumerate(value):
-        _check_message(f"{name}[{i}]", message)
-    return value
-
-
-def prompts(name: str, value: Any) -> list[str | list[int]]:
+def check_prompts(name: str, value: Any) -> list[str | list[int]]:
     """One prompt (a text or token ids) or a list of them."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
     many = [value] if is_one else value
@@ -155,75 +76,81 @@ def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(type(i) is int for i in value))
 
 
-def _check_message(name: str, message: Any) -> None:
-    role = object_(name, message).get("role")
-    if role not in ROLES:
-        raise bad(f"{name}.role", role, f"one of {', '.join(ROLES)}")
-    content = message.get("content")
-    if isinstance(content, list):
-        for i, part in enumerate(content):
-            if object_(f"{name}.content[{i}]", part).get("type") != "text":
-                raise bad(f"{name}.content[{i}].type", part.get("type"), "'text'; nothing else is supported")
-            string(f"{name}.content[{i}].text", part.get("text"))
-    elif content is not None or role != "assistant":
-        string(f"{name}.content", content)
-    calls = message.get("tool_calls")
-    if calls is None:
-        return
-    if not isinstance(calls, list):
-        raise bad(f"{name}.tool_calls", calls, "a list")
-    for i, call in enumerate(calls):
-        at = f"{name}.tool_calls[{i}]"
-        function = object_(f"{at}.function", object_(at, call).get("function"))
-        string(f"{at}.function.name", function.get("name"))
+def _checked(check: Check, default: Any, **schema: Any) -> Field:
+    return Field(check, default, schema)
 
+
+_TEXT: Final[Schema] = {"type": "string"}
+_TOKENS: Final[Schema] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXT_PARTS: Final[Schema] = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": _TEXT},
+        "required": ["type", "text"],
+    },
+}
+MESSAGE: Final[Schema] = {
+    "type": "object",
+    "properties": {"role": {"enum": list(ROLES)}, "content": {"anyOf": [_TEXT, _TEXT_PARTS]}},
+    "required": ["role", "content"],
+}
+_FUNCTION: Final[Schema] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"},
+        "description": _TEXT,
+        "parameters": {"type": "object"},
+    },
+    "required": ["name"],
+}
+TOOL: Final[Schema] = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["type", "function"],
+}
 
 SHARED_FIELDS: Final[Mapping[str, Field]] = {
-    "model": Field(string),
-    "stream": Field(flag, False),
-    "stream_options": Field(include_usage, False),
-    "max_tokens": Field(whole(1, MAX_INT32)),
-    "max_completion_tokens": Field(whole(1, MAX_INT32)),
-    "temperature": Field(number(0, 2)),
-    "top_p": Field(number(0, 1)),
-    "top_k": Field(whole(-1, MAX_INT32)),
-    "min_p": Field(number(0, 1)),
-    "seed": Field(whole(-(2**63), 2**64 - 1)),
-    "stop_token_ids": Field(stop_token_ids, frozenset()),
-    "ignore_eos": Field(flag, False),
-    "skip_special_tokens": Field(flag, True),
-    "return_token_ids": Field(flag, False),
+    "model": string(),
+    "stream": flag(False),
+    "stream_options": _checked(
+        check_stream_options,
+        (False, False),
+        type="object",
+        properties={"include_usage": {"type": "boolean"}, "continuous_usage_stats": {"type": "boolean"}},
+    ),
+    "max_tokens": whole(1, MAX_INT32),
+    "max_completion_tokens": whole(1, MAX_INT32),
+    "min_tokens": whole(0, MAX_INT32, 0),
+    "n": whole(1, MAX_CHOICES, 1),
+    "temperature": number(0, 2),
+    "top_p": number(0, 1),
+    "top_k": whole(-1, MAX_INT32),
+    "min_p": number(0, 1),
+    "seed": whole(-(2**63), 2**64 - 1),
+    "presence_penalty": number(-2, 2, 0.0),
+    "frequency_penalty": number(-2, 2, 0.0),
+    "repetition_penalty": number(0.01, 100),
+    "logit_bias": _checked(
+        check_logit_bias, {}, type="object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}
+    ),
+    "stop": _checked(
+        check_stop, (), anyOf=[_TEXT, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS}]
+    ),
+    "stop_token_ids": _checked(check_stop_token_ids, frozenset(), **_TOKENS, maxItems=MAX_STOP_TOKENS),
+    "include_stop_str_in_output": flag(False),
+    "ignore_eos": flag(False),
+    "skip_special_tokens": flag(True),
+    "return_token_ids": flag(False),
 }
-CHAT_FIELDS: Final[Mapping[str, Field]] = {
-    **SHARED_FIELDS,
-    "messages": Field(messages),
-    "tools": Field(tools),
-    "tool_choice": Field(tool_choice, "auto"),
-    "chat_template_kwargs": Field(template_kwargs, {}),
-}
-COMPLETION_FIELDS: Final[Mapping[str, Field]] = {**SHARED_FIELDS, "prompt": Field(prompts)}
-
-# Name -> the values that change nothing.
-NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "n": (1,),
+_NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "echo": (False,),
     "suffix": ("",),
-    "stop": ("", []),
-    "include_stop_str_in_output": (False,),
     "bad_words": ([],),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "allowed_token_ids": (),
-    "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -231,9 +158,6 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "guided_grammar": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
     "documents": ([],),
     "truncate_prompt_tokens": (),
@@ -242,7 +166,7 @@ NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "prediction": (),
     "web_search_options": (),
 }
-IGNORED: Final = frozenset(
+_IGNORED: Final = frozenset(
     {
         "user",
         "metadata",
@@ -250,48 +174,59 @@ IGNORED: Final = frozenset(
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",
-        "reasoning_effort",
+        "prompt_cache_retention",
         "verbosity",
         "request_id",
         "session_id",
         "priority",
     }
 )
-
-
-class FieldReader:
-    """Reads request bodies by table. Remembers which unknown fields it has logged."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def read(self, body: Any, table: Mapping[str, Field]) -> dict[str, Any]:
-        """The value of each field of the table. Raises BadRequest."""
-        if not isinstance(body, dict):
-            raise BadRequest(f"the body is a JSON {type(body).__name__}, must be an object")
-        values = {name: field.default for name, field in table.items()}
-        for name, value in body.items():
-            if value is None or name in IGNORED:
-                continue
-            if name in table:
-                values[name] = table[name].check(name, value)
-            elif name in NOT_SERVED:
-                _check_neutral(name, value)
-            else:
-                self._log_unknown(name)
-        return values
-
-    def _log_unknown(self, name: str) -> None:
-        if name not in self._logged and len(self._logged) < MAX_UNKNOWN_LOGGED:
-            self._logged.add(name)
-            logger.info("unknown request field ignored name=%.64r", name)
-
-
-def _check_neutral(name: str, value: Any) -> None:
-    for neutral in NOT_SERVED[name]:
-        if value == neutral and isinstance(value, bool) == isinstance(neutral, bool):
-            return
-    if not NOT_SERVED[name]:
-        raise BadRequest(f"{name} is not supported; leave it out", param=name)
-    allowed = " or ".join(repr(neutral) for neutral in NOT_SERVED[name])
-    raise BadRequest(f"{name} is not supported; leave it out or send {allowed}", param=name)
+# What decides how a conversation becomes a prompt; /tokenize has these, too.
+CONVERSATION_FIELDS: Final[Mapping[str, Field]] = {
+    "messages": _checked(check_messages, None, type="array", items=MESSAGE, minItems=1),
+    "tools": _checked(check_tools, None, type="array", items=TOOL, maxItems=256),
+    "chat_template_kwargs": _checked(check_template_kwargs, {}, type="object", maxProperties=0),
+    "add_generation_prompt": flag(None),
+    "continue_final_message": flag(False),
+}
+CHAT: Final = Table(
+    served={
+        **SHARED_FIELDS,
+        **CONVERSATION_FIELDS,
+        "tool_choice": _checked(check_tool_choice, "auto", enum=["auto", "none"]),
+        "parallel_tool_calls": flag(True),
+        "response_format": _checked(
+            check_response_format,
+            None,
+            type="object",
+            properties={"type": {"enum": ["text", "json_object"]}},
+            required=["type"],
+        ),
+        "logprobs": flag(False),
+        "top_logprobs": whole(0, MAX_TOP_LOGPROBS, 0),
+        "reasoning_effort": string(),
+    },
+    not_served={**_NOT_SERVED, "echo": (False,)},
+    ignored=_IGNORED,
+    required="messages",
+)
+COMPLETION: Final = Table(
+    served={
+        **SHARED_FIELDS,
+        "prompt": _checked(
+            check_prompts,
+            None,
+            anyOf=[
+                {"type": "string", "minLength": 1},
+                {**_TOKENS, "minItems": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 4},
+                {"type": "array", "items": {**_TOKENS, "minItems": 1}, "minItems": 1, "maxItems": 4},
+            ],
+        ),
+        "echo": flag(False),
+        "logprobs": whole(0, MAX_TOP_LOGPROBS),
+    },
+    not_served={**_NOT_SERVED, "response_format": ({"type": "text"},), "top_logprobs": (0,)},
+    ignored=_IGNORED,
+    required="prompt",
+)

@@ -52,6 +52,10 @@ class StepClock(Protocol):
     def epoch(self) -> int:
         """The membership that steps are numbered in."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether others must agree, so that it pays to arrive while the step before still runs."""
+
     def arrive(self, *, decode_tokens: int, prefill_tokens: int) -> None:
         """Stands ready for the next step with these tokens, or with none. Replaces what was said for that step."""
 
@@ -87,6 +91,7 @@ class LocalClock:
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.is_shared = False
         self._step = 0
         self._arrival: tuple[int, int] | None = None
         self._commands: dict[str, None] = {}

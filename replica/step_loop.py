@@ -3,6 +3,9 @@
 What runs is what the clock releases: this replica's tokens, or a step without any because another replica of its group
 has work. There is no early return: every released step is one forward of every rank (step_clock.py).
 
+A group agrees on a step while the step before it runs: each replica arrives as soon as its ranks have their frames,
+with what it can schedule ahead of the tokens that they sample (`Scheduler.schedule_ahead`).
+
 A replica without work stands arrived with no tokens; then the loop parks in `released` and costs no CPU. A request that
 comes meanwhile replaces the arrival. What a step sampled is published on the event loop's thread and only after the
 scheduler has committed it.
@@ -20,6 +23,7 @@ from typing import Final, NoReturn, Protocol
 import numpy as np
 
 from replica.batch import Batch
+from replica.constraints import MaskFiller
 from replica.errors import GroupLost, Unavailable, WorkerFailed, first_error
 from replica.frames import I32, StepInput, StepOutput
 from replica.request import FinishReason, Sequence, TokenOutput
@@ -34,8 +38,8 @@ STALLED_DEADLINES: Final = 3  # progress deadlines after which a step that is no
 class Executor(Protocol):
     """Runs a step on every rank."""
 
-    async def step(self, step_input: StepInput) -> StepOutput:
-        """What the step sampled. Raises WorkerFailed."""
+    async def step(self, step_input: StepInput, on_sent: Callable[[], None]) -> StepOutput:
+        """What the step sampled. Calls `on_sent` while the ranks run it. Raises WorkerFailed."""
 
     async def failed(self) -> NoReturn:
         """Waits until a rank's process has ended, and raises WorkerFailed."""
@@ -53,7 +57,7 @@ class EngineStats:
     step: int  # steps done
     epoch: int
     idle_steps: int = 0  # of these, without tokens of this replica
-    barrier_wait_s: float = 0.0  # with work in hand, from each arrival to its release; all steps together
+    barrier_wait_s: float = 0.0  # of steps with work of its own: waited for the release; all steps together
     forward_s: float = 0.0  # from each release to the ranks' answer; all steps together
 
 
@@ -81,12 +85,15 @@ class StepLoop:
         # A first forward may compile for long; `warm_up` ends with this.
         self._step_deadline_s = startup_timeout_s
         self._now_s = now_s
+        self._masks = MaskFiller()
         self._step = 0
         self._idle_steps = 0
         self._barrier_wait_s = 0.0
         self._forward_s = 0.0
         self._last_progress_s = self._arrived_s = now_s()
-        self._is_idle = False  # it stands arrived with no tokens
+        self._has_arrived = False  # for the next step
+        self._is_idle = False  # with no tokens
+        self._is_stepping = False  # the ranks run a step
         self._is_closed = False
         self._commands: set[str] = set()  # that releases have carried
         self._commanded = asyncio.Event()
@@ -110,13 +117,7 @@ class StepLoop:
                 f"{num_waiting} sequences wait and {len(sequences)} more are asked for, "
                 f"limit is {self._max_waiting} (--max-waiting)"
             )
-        if not self._scheduler.has_work:
-            self._last_progress_s = self._now_s()  # an idle time is no stall
-        for sequence in sequences:
-            self._scheduler.add(sequence)
-        if self._is_idle:
-            self._arrive()
-        self._notify()
+        self._add(sequences)
 
     def abort(self, sequences: list[Sequence]) -> None:
         """Ends the sequences that have not ended. Their slots and blocks are free after the running step."""
@@ -172,7 +173,7 @@ class StepLoop:
 
     async def warm_up(self, sequences: list[Sequence]) -> None:
         """Waits until these have been served, while `run` runs: no client's request is to be the first."""
-        self.submit(sequences)
+        self._add(sequences)
         for sequence in sequences:
             async for _ in sequence.stream:
                 pass  # what a warm-up says is of no interest
@@ -208,18 +209,32 @@ class StepLoop:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
+    def _add(self, sequences: list[Sequence]) -> None:
+        if not self._scheduler.has_work:
+            self._last_progress_s = self._now_s()  # an idle time is no stall
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+        if self._is_idle:
+            self._arrive()
+        self._notify()
+
     async def _run_step(self) -> None:
-        self._arrive()
+        began_s = self._now_s()
+        if not self._has_arrived:
+            self._arrive()
         release = await self._clock.released()
-        self._is_idle = False
+        self._has_arrived = self._is_idle = False
         released_s = self._now_s()
+        wait_s = released_s - max(began_s, self._arrived_s)
         batch = self._scheduler.start(
             decode_tokens=release.decode_tokens[self._dp_rank], prefill_tokens=release.prefill_tokens[self._dp_rank]
         )
+        self._is_stepping = True
         output = await self._run_on_ranks(batch, release)
+        self._is_stepping = False
         self._clock.done(release.step)
-        outputs = self._scheduler.commit(batch, output.token_ids)
-        self._count_step(batch, released_s)
+        outputs = self._scheduler.commit(batch, output.token_ids, output.logprobs)
+        self._count_step(batch, wait_s=wait_s, released_s=released_s)
         for sequence, token_output in outputs:
             sequence.stream.put(token_output)
         if release.commands:
@@ -228,17 +243,26 @@ class StepLoop:
         self._notify()
 
     def _arrive(self) -> None:
-        """Schedules, and stands ready with that. Nothing is scheduled while it is in doubt what will run."""
-        batch = self._scheduler.schedule()
+        """Schedules, and stands ready with that, unless what can run depends on the step that does."""
+        batch = self._scheduler.schedule_ahead() if self._is_stepping else self._scheduler.schedule()
+        if batch is None:
+            return
+        self._has_arrived = True
         self._is_idle = not batch.sequences
         self._arrived_s = self._now_s()
         self._clock.arrive(decode_tokens=batch.decode_tokens, prefill_tokens=batch.prefill_tokens)
 
     async def _run_on_ranks(self, batch: Batch, release: StepRelease) -> StepOutput:
+        for sequence in batch.sequences[batch.num_decodes :]:
+            sequence.started_s = sequence.started_s or self._now_s()
+        for sequence, error in await self._masks.fill(batch.sampled):
+            if self._scheduler.abort(sequence):
+                sequence.stream.put(TokenOutput((), FinishReason.ERROR, error))
         step_input = self._scheduler.step_input(batch, step=release.step, group_tokens=_group_tokens(release))
+        is_followed = self._clock.is_shared and STOP not in release.commands
         try:
             async with asyncio.timeout(self._step_deadline_s):
-                output = await self._executor.step(step_input)
+                output = await self._executor.step(step_input, self._arrive if is_followed else _nothing)
         except TimeoutError as err:
             raise WorkerFailed(f"step {release.step} was not done after {self._step_deadline_s:g} s") from err
         if output.step != release.step or len(output.token_ids) != len(step_input.sample_rows):
@@ -248,12 +272,12 @@ class StepLoop:
             )
         return output
 
-    def _count_step(self, batch: Batch, released_s: float) -> None:
+    def _count_step(self, batch: Batch, *, wait_s: float, released_s: float) -> None:
         self._step += 1
         self._last_progress_s = self._now_s()
         self._forward_s += self._last_progress_s - released_s
         if batch.sequences:
-            self._barrier_wait_s += released_s - self._arrived_s
+            self._barrier_wait_s += wait_s
         else:
             self._idle_steps += 1
 
@@ -262,9 +286,11 @@ class StepLoop:
             callback()
 
 
+def _nothing() -> None:
+    """What is to be done while a step runs that nobody has to agree on the next of."""
+
+
 def _group_tokens(release: StepRelease) -> I32:
     """What a worker needs to know of the others: nothing, if there are none."""
     is_alone = len(release.tokens) == 1
     return np.array(() if is_alone else release.tokens, np.int32)
-
-

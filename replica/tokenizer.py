@@ -62,6 +62,19 @@ class Tokenizer:
         except Exception as err:  # the Rust side raises plain Exception for whatever it cannot parse
             raise CheckpointError(f"cannot read {path}: {err}") from err
 
+    def to_json(self) -> str:
+        """The whole tokenizer as the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """A token as text and as bytes; text that is no whole characters has U+FFFD in it."""
+        if self._bytes_by_id is not None:
+            raw = self._bytes_by_id.get(token_id, b"")
+            return raw.decode(errors="replace"), raw
+        text = self.decode([token_id], skip_special_tokens=False)
+        return text, text.encode()
+
     def token_id(self, token: str) -> int | None:
         """The id of a token spelled exactly so."""
         token_id: int | None = self._backend.token_to_id(token)

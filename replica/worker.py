@@ -53,7 +53,6 @@ from replica.rendezvous import Rendezvous
 from replica.sampler import sample
 from replica.shards import Shards
 from replica.step_tensors import StepTensors
-from replica.warm_up import warm_up_steps
 from replica.weights import WeightReader
 
 logger = logging.getLogger(__name__)
@@ -126,9 +125,10 @@ class Rank:
         """One forward; on the replica's first rank, which has the logits, a token for each of the sample rows."""
         step = StepTensors.from_frame(frame, self.device, self.groups)
         logits = self.model.forward(step, self.cache, self.groups)  # [N, V]
-        return (
-            StepOutput(step=frame.step, token_ids=sample(logits, frame)) if self.samples else StepDone(step=frame.step)
-        )
+        if not self.samples:
+            return StepDone(step=frame.step)
+        token_ids, logprobs = sample(logits, frame)
+        return StepOutput(step=frame.step, token_ids=token_ids, logprobs=logprobs)
 
 
 def _connect(init: Init, channel: FrameChannel, device: torch.device) -> Groups:
@@ -168,7 +168,7 @@ class ProgressReport:
 
 
 def _start(channel: FrameChannel) -> Rank | None:
-    """Waits for Init, loads, connects and warms up. None if the engine went away instead."""
+    """Waits for Init, loads and connects. None if the engine went away instead."""
     init = channel.receive()
     if init is None or isinstance(init, Shutdown):
         return None
@@ -182,9 +182,6 @@ def _start(channel: FrameChannel) -> Rank | None:
     else:
         raise ConfigError(f"--device is {init.device}, and torch finds no CUDA device; use --device cpu")
     rank = Rank(init, channel)
-    if init.dp == 1:  # else every replica of the group must take part, in steps that the clock has released
-        for step in warm_up_steps(init):
-            rank.step(step)
     load_s = time.monotonic() - started_s
     channel.send(Ready(num_blocks=rank.cache.num_blocks, weight_bytes=rank.weight_bytes, load_s=load_s))
     return rank
@@ -241,4 +238,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # Not sys.exit: taking torch and its process groups apart takes a second, and there is nothing in them to save.
+    os._exit(main(sys.argv[1:]))

@@ -68,10 +68,13 @@ class Command:
         """All that it has printed."""
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
-    def wait_ready(self) -> str:
-        """The URL of its ready line. Fails the test, with the log, when it ends first or takes too long."""
+    def wait_ready(self, count: int = 1) -> str:
+        """The URL of its first ready line, once there are `count` of them. Fails the test, with the log, when it ends
+        first or takes too long."""
         wait_until(
-            lambda: bool(READY.search(self.log())) or self.process.poll() is not None, self._story(), READY_TIMEOUT_S
+            lambda: len(READY.findall(self.log())) >= count or self.process.poll() is not None,
+            self._story(),
+            READY_TIMEOUT_S,
         )
         return self.url
 
@@ -81,6 +84,11 @@ class Command:
         found = READY.search(self.log())
         assert found, f"{self._story()} is not ready:\n{self.log()}"
         return found[1]
+
+    @property
+    def urls(self) -> list[str]:
+        """Those of all its ready lines; a replica that came back at the same address counts once."""
+        return list(dict.fromkeys(READY.findall(self.log())))
 
     def pids(self) -> list[int]:
         """Every living process of the command, the first one included. Zombies do not count."""
@@ -111,8 +119,8 @@ class Command:
     def assert_gone(self) -> None:
         """Fails the test when a process or a listening socket of the command outlives it."""
         wait_until(lambda: not self.pids(), f"the end of processes {self.pids()} of {self._story()}")
-        found = READY.search(self.log())
-        assert not (found and is_listening(found[1])), f"{self._story()} still listens at {found and found[1]}"
+        listening = [url for url in self.urls if is_listening(url)]
+        assert not listening, f"{self._story()} still listens at {listening}"
 
     def close(self) -> None:
         """Ends whatever is left, by force, so that a failed test does not disturb the next one."""
@@ -153,6 +161,14 @@ class Commands:
         for replica in started:
             replica.wait_ready()
         return started
+
+    def group(self, *options: str, dp: int = 2, tp: int = 4) -> Command:
+        """The ready replicas of one group of the demo model, in one command."""
+        degrees = ("--dp", str(dp), "--tp", str(tp))
+        argv = (str(BIN / "replica"), "serve", str(DEMO_MODEL), "--num-threads", "1", *degrees)
+        replicas = self.start(*argv, *options)
+        replicas.wait_ready(dp)
+        return replicas
 
     def __enter__(self) -> Commands:
         return self

@@ -3,13 +3,16 @@
 A script says what every replica computes in every step: batches of different sizes and kinds, and often none. Its
 sequences are known beforehand to their last token, so every layout computes the same, and what it finds after each
 token can be held against what one rank found.
+
+In bf16 and FP8 the choice of experts can be as known as the tokens ("pinned"): a router's near tie that rounding
+decides otherwise sends the token through other experts, and then no bound on its logits says anything about the layout.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from replica.frames import StepInput
 from replica.groups import CollectiveCount, Groups, Transport, shared_groups
+from replica.layers import ExpertMlp
 from replica.layout import Layout
 from tests.step_driver import Driven, RankModel, StepDriver, frame_order, make_frame, shuffled_blocks
 
@@ -38,6 +42,7 @@ class Reference:
     sequences: list[list[int]]
     prompt_lens: list[int]
     logits: list[Tensor]
+    routing: list[list[Tensor]]  # [sequences][MoE layers], the router's logits for each token [tokens, E]
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,52 @@ def make_reference(folder: Path, dtype: torch.dtype) -> Reference:
     draw = random.Random(1)
     vocab_size = driver.config.vocab_size
     sequences = [driver.add([draw.randrange(vocab_size) for _ in range(length)]) for length in PROMPT_LENS]
+    recorders = [_RecordingRouter(mlp.router) for mlp in expert_layers(driver.rank)]
+    for mlp, recorder in zip(expert_layers(driver.rank), recorders, strict=True):
+        mlp.router = recorder  # type: ignore[assignment]
+    routing = []
     for s in sequences:
         driver.generate(s, NUM_OUTPUT + 1)  # the last one is not fed back
+        routing.append([recorder.take() for recorder in recorders])
     return Reference(
-        [s.token_ids[:-1] for s in sequences],
-        [s.prompt_len for s in sequences],
-        [torch.cat(s.logits) for s in sequences],
+        sequences=[s.token_ids[:-1] for s in sequences],
+        prompt_lens=[s.prompt_len for s in sequences],
+        logits=[torch.cat(s.logits) for s in sequences],
+        routing=routing,
     )
+
+
+def expert_layers(model: RankModel) -> list[ExpertMlp]:
+    """The MoE layers of a model, in order."""
+    return [layer.mlp for layer in model.model.layers if isinstance(layer.mlp, ExpertMlp)]
+
+
+class _RecordingRouter:
+    def __init__(self, router: Callable[[Tensor], Tensor]) -> None:
+        self._router = router
+        self._logits: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._logits.append(self._router(x))
+        return self._logits[-1]
+
+    def take(self) -> Tensor:
+        """All since the last time [tokens, E]."""
+        logits, self._logits = torch.cat(self._logits), []
+        return logits
+
+
+class _PinnedRouter:
+    """Gives the tokens at `places` the reference's router logits."""
+
+    def __init__(self, reference: Reference, layer: int) -> None:
+        self._reference, self._layer = reference, layer
+        self.places: list[tuple[int, int]] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert len(x) == len(self.places), "each token is routed by its owner alone"
+        logits = [self._reference.routing[sequence][self._layer][position] for sequence, position in self.places]
+        return torch.stack(logits) if logits else x.new_zeros(0, self._reference.routing[0][self._layer].shape[1])
 
 
 def make_script(reference: Reference, layout: Layout, seed: int) -> Script:
@@ -99,13 +143,29 @@ def _chunks(sequences: list[Driven], draw: random.Random) -> dict[Driven, int]:
     return chunks
 
 
-def run_rank(model: RankModel, groups: Groups, script: Script) -> list[Tensor]:
-    """One rank's way through a script: the logits [N, V] of each step (of no rows, if it is not its replica's first)."""
-    dp_rank = groups.layout.dp_rank(groups.attention.ranks[0])
-    return [model.forward(frames[dp_rank], groups) for frames in script.frames]
+def run_rank(model: RankModel, groups: Groups, script: Script, pinned: Reference | None = None) -> list[Tensor]:
+    """One rank's way through a script: the logits [N, V] of each step (of no rows, if it is not its replica's first).
+
+    With `pinned`, tokens go to the experts that they had there.
+    """
+    routers = []
+    if pinned is not None:
+        for layer, mlp in enumerate(expert_layers(model)):
+            routers.append(_PinnedRouter(pinned, layer))
+            mlp.router = routers[-1]  # type: ignore[assignment]
+    layout, rank = groups.layout, groups.attention.ranks[groups.attention.position]
+    dp_rank, logits = layout.dp_rank(rank), []
+    for frames, places in zip(script.frames, script.places, strict=True):
+        start, stop = layout.owned_tokens(len(places[dp_rank]), layout.local_rank(rank))
+        for router in routers:
+            router.places = places[dp_rank][start:stop]
+        logits.append(model.forward(frames[dp_rank], groups))
+    return logits
 
 
-def run_in_threads(folder: Path, layout: Layout, script: Script, dtype: torch.dtype) -> list[list[Tensor]]:
+def run_in_threads(
+    folder: Path, layout: Layout, script: Script, dtype: torch.dtype, pinned: Reference | None = None
+) -> list[list[Tensor]]:
     """[world][steps] logits, with the ranks as threads. A rank that raises, or waits too long, fails them all."""
     meetings = {ranks: _Meeting(len(ranks)) for rank in range(layout.world) for ranks in shared_groups(layout, rank)}
 
@@ -115,7 +175,8 @@ def run_in_threads(folder: Path, layout: Layout, script: Script, dtype: torch.dt
         }
         try:
             model = RankModel(folder, layout, rank, num_blocks=NUM_BLOCKS, dtype=dtype)
-            return run_rank(model, Groups.connect(layout, rank, transports, CollectiveCount()), script)
+            groups = Groups.connect(layout, rank, transports, CollectiveCount())
+            return run_rank(model, groups, script, pinned)
         except BaseException:
             for meeting in meetings.values():
                 meeting.barrier.abort()
@@ -124,9 +185,9 @@ def run_in_threads(folder: Path, layout: Layout, script: Script, dtype: torch.dt
     with ThreadPoolExecutor(layout.world) as pool:
         runs = [pool.submit(rank_main, rank) for rank in range(layout.world)]
     errors = [run.exception() for run in runs]
-    first = next((error for error in errors if error and not isinstance(error, threading.BrokenBarrierError)), None)
-    if first is not None:
-        raise first
+    cause = next((error for error in errors if error and not isinstance(error, threading.BrokenBarrierError)), None)
+    if cause is not None:
+        raise cause
     return [run.result() for run in runs]
 
 
@@ -166,7 +227,9 @@ class Comparison:
     num_places: int
 
 
-def compare(reference: Reference, layout: Layout, script: Script, logits: list[list[Tensor]], bound: float) -> Comparison:
+def compare(
+    reference: Reference, layout: Layout, script: Script, logits: list[list[Tensor]], bound: float
+) -> Comparison:
     """Holds the logits [world][steps] of all replicas' first ranks against the reference; the others must have none."""
     largest, wrong, near, seen = 0.0, 0, 0, set()
     for rank, steps in enumerate(logits):

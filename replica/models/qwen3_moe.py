@@ -14,7 +14,7 @@ import kernels
 from replica.groups import Group, Groups
 from replica.kv_cache import KVCache
 from replica.layers import DenseMlp, Embedding, ExpertMlp, paged_attention, rope_table
-from replica.linears import Linear, load_linear
+from replica.linears import Linear, OutputLinear, load_linear
 from replica.model_config import ModelConfig
 from replica.step_tensors import StepTensors
 from replica.weights import WeightReader
@@ -96,7 +96,7 @@ class Attention:
         self.qkv = load_linear(weights, *names, has_bias=config.attention_bias)
         self.q_norm = weights.tensor(f"{prefix}.q_norm.weight")  # [D]
         self.k_norm = weights.tensor(f"{prefix}.k_norm.weight")  # [D]
-        self.out = load_linear(weights, f"{prefix}.o_proj")
+        self.out = OutputLinear(weights, f"{prefix}.o_proj")
         self.out_bias = weights.tensor(f"{prefix}.o_proj.bias") if config.attention_bias else None  # [H]
 
     def __call__(self, x: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor, group: Group) -> Tensor:
@@ -109,5 +109,5 @@ class Attention:
             q, k, v, self.q_norm, self.k_norm, self.eps, self.cos_sin, step.positions, step.slots, k_cache, v_cache
         )
         y = paged_attention(q, step, k_cache, v_cache, self.scale)  # [T, Hq, D]
-        y = group.reduce_scatter(self.out(y.flatten(1)), step.attention_rows)  # [n, H]
+        y = group.reduce_scatter(self.out(y.flatten(1), group), step.attention_rows)  # [n, H]
         return y if self.out_bias is None else y + self.out_bias  # once, after the sum

@@ -1,4 +1,4 @@
-"""A running proxy with its replicas, and what their counters say."""
+"""A running proxy with its replicas, each alone or two in one group, and what their counters say."""
 
 from __future__ import annotations
 
@@ -28,9 +28,22 @@ class Cluster:
     def start(cls, commands: Commands, *, count: int = 2) -> Cluster:
         """Starts all of it and waits until the proxy knows every replica."""
         proxy = commands.proxy()
-        replicas = commands.replicas(proxy.url, "--dtype", "float32", count=count)
+        replicas = commands.replicas(proxy.url, "--dtype", "float32", "--kv-cache-gb", "0.25", count=count)
         wait_until(lambda: num_live(proxy.url) == count, f"{count} replicas at the proxy")
         return cls(proxy, replicas, idle_files=num_open_files(proxy, *replicas))
+
+    @classmethod
+    def start_group(cls, commands: Commands) -> Cluster:
+        """The same with two replicas that share their experts: --dp 2 --tp 4, so of two ranks each."""
+        proxy = commands.proxy()
+        replicas = commands.group("--port", "0", "--proxy-url", proxy.url, "--dtype", "float32")
+        wait_until(lambda: num_live(proxy.url) == 2, "2 replicas at the proxy")
+        return cls(proxy, [replicas], num_open_files(proxy, replicas))
+
+    @property
+    def replica_urls(self) -> list[str]:
+        """Where each replica serves."""
+        return [url for command in self.replicas for url in command.urls]
 
     @property
     def url(self) -> str:
@@ -40,9 +53,9 @@ class Cluster:
     def busy(self) -> dict[str, float]:
         """What is not zero of the counts of work in hand."""
         counts = {"proxy in flight": metric(self.url, "lockstep_proxy_requests_in_flight")}
-        for i, replica in enumerate(self.replicas):
+        for i, replica_url in enumerate(self.replica_urls):
             for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "lockstep_kv_blocks_used"):
-                counts[f"replica {i} {name}"] = metric(replica.url, name)
+                counts[f"replica {i} {name}"] = metric(replica_url, name)
         return {name: count for name, count in counts.items() if count}
 
     def open_files(self) -> int:

@@ -91,8 +91,8 @@ async def test_200_clients_that_hang_up_leave_nothing_behind(cluster: Cluster) -
     assert num_answered(cluster.url) - answered_before >= num_whole
     await asyncio.to_thread(
         wait_until,
-        lambda: cluster.open_files() == cluster.idle_files,
-        f"{cluster.idle_files} open files and sockets, as before the first request",
+        lambda: cluster.open_files() <= cluster.idle_files,
+        f"at most {cluster.idle_files} open files and sockets, as before the first request",
         SOCKETS_TIMEOUT_S,
     )
 

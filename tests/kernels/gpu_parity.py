@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import kernels
@@ -25,7 +25,7 @@ from kernels.rope_cache import qk_norm_rope_cache_reference
 from kernels.sampling import sample_reference
 from kernels.swiglu import swiglu_reference
 from kernels.workloads import QWEN3_30B, Workloads
-from replica.checkpoint import Checkpoint
+from replica.checkpoint import SINGLE_FILE, Checkpoint
 from replica.frames import StepInput
 from replica.groups import Groups
 from replica.kv_cache import KVCache
@@ -43,7 +43,9 @@ BOUND: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 FP8_BOUND: Final = 4e-2
 TOKENS: Final = (1, 19, 300, 3000)  # a bucket each, and every sort
 
-LARGE: Final = {
+LARGE: Final[dict[str, Any]] = {  # a layer of Qwen3-30B-A3B, four times
+    "num_hidden_layers": 4,
+    "mlp_only_layers": [],
     "hidden_size": 2048,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
@@ -188,35 +190,18 @@ def _sampling_parity(make: Workloads) -> list[Parity]:
     return [Parity("sample", float(differing.float().mean()), 0.0)]
 
 
-class RandomWeights(WeightReader):
-    """Random weights of a checkpoint that does not exist, the same for the same name on every device."""
-
-    def __init__(self, shards: Shards, dtype: torch.dtype, device: torch.device) -> None:
-        self.shards, self._dtype, self._device = shards, dtype, device
-        self._shapes = shards.config.tensor_shapes()
-
-    def stacked(self, names: Sequence[str]) -> Tensor:
-        """As the real reader, for whole tensors."""
-        return torch.cat([self._random(name) for name in names]).to(self._device)
-
-    def experts(self, prefix: str, layer: int) -> kernels.ExpertWeights:
-        """As the real reader, for whole experts."""
-        config = self.shards.config
-        names = [f"{prefix}.{expert}" for expert in range(config.num_experts)]
-        widths = (config.moe_intermediate_size,) * config.num_experts
-        gate_up = self.stacked([f"{name}.{half}_proj.weight" for name in names for half in ("gate", "up")])
-        down = torch.cat([self._random(f"{name}.down_proj.weight").flatten() for name in names]).to(self._device)
-        offsets = torch.tensor([0, *widths], device=self._device).cumsum(0).to(torch.int32)
-        return kernels.ExpertWeights(gate_up, down, offsets, widths)
-
-    def _random(self, name: str) -> Tensor:
-        shape = self._shapes[name]
+def write_random_checkpoint(folder: Path, fields: dict[str, Any]) -> None:
+    """A checkpoint of random bfloat16 weights: the demo model's config with other fields."""
+    (folder / "config.json").write_text(json.dumps(json.loads((DEMO / "config.json").read_text()) | fields))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, shape in ModelConfig.load(folder).tensor_shapes().items():
         if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        # Uniform: several times cheaper to make than normal, and there are two billion.
-        values = torch.rand(shape, generator=generator, dtype=torch.float32).sub_(0.5).mul_(3.4 * shape[1] ** -0.5)
-        return values.to(self._dtype)
+            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+        else:  # uniform: several times cheaper to make than normal, and there may be two billion
+            values = torch.rand(shape, generator=generator, dtype=torch.float32).sub_(0.5)
+            tensors[name] = values.mul_(3.4 * shape[1] ** -0.5).to(torch.bfloat16)
+    save_file(tensors, folder / SINGLE_FILE)
 
 
 def prompt(T: int) -> StepInput:
@@ -243,35 +228,28 @@ def prompt(T: int) -> StepInput:
 
 
 @torch.inference_mode()
-def model_logits(weights: WeightReader, device: torch.device, dtype: torch.dtype) -> Tensor:
+def model_logits(folder: Path, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Logits [4, V] after a prompt of 60 tokens, on the CPU."""
-    model = Qwen3Moe(weights.shards.config, weights, num_positions=64, device=device)
-    cache = KVCache(weights.shards, num_blocks=4, block_size=16, dtype=dtype, device=device)
-    groups = Groups.alone()
+    config, groups = ModelConfig.load(folder), Groups.alone()
+    shards = Shards(config, Layout(), 0)
+    reader = WeightReader(
+        Checkpoint.open(folder), shards, dtype=dtype, device=device, on_progress=lambda done, total: None
+    )
+    with reader as weights:
+        model = Qwen3Moe(config, weights, num_positions=64, device=device)
+    cache = KVCache(shards, num_blocks=4, block_size=16, dtype=dtype, device=device)
     return model.forward(StepTensors.from_frame(prompt(60), device, groups), cache, groups).to(CPU)
 
 
 def demo_parity(device: torch.device) -> Parity:
     """The demo model in float32."""
-    results = []
-    shards = Shards(ModelConfig.load(DEMO), Layout(), 0)
-    for where in (device, CPU):
-        reader = WeightReader(
-            Checkpoint.open(DEMO), shards, dtype=torch.float32, device=where, on_progress=lambda done, total: None
-        )
-        with reader as weights:
-            results.append(model_logits(weights, where, torch.float32))
-    return Parity("demo model's logits", relative_error(*results), 1e-4)
+    error = relative_error(*(model_logits(DEMO, where, torch.float32) for where in (device, CPU)))
+    return Parity("demo model's logits", error, 1e-4)
 
 
-def large_parity(device: torch.device, shape: dict[str, int]) -> Parity:
-    """A random model of 4 layers of this shape in bfloat16, whose two paths round alike but not in one order."""
-    fields = json.loads((DEMO / "config.json").read_text()) | {"num_hidden_layers": 4, "mlp_only_layers": []} | shape
+def large_parity(device: torch.device, fields: dict[str, Any]) -> Parity:
+    """A random model in bfloat16, whose two paths round alike but not in one order."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(fields))
-        config = ModelConfig.load(Path(folder))
-    shards = Shards(config, Layout(), 0)
-    results = [
-        model_logits(RandomWeights(shards, torch.bfloat16, where), where, torch.bfloat16) for where in (device, CPU)
-    ]
-    return Parity("random 4-layer model's logits", relative_error(*results), 6e-2)
+        write_random_checkpoint(Path(folder), fields)
+        error = relative_error(*(model_logits(Path(folder), where, torch.bfloat16) for where in (device, CPU)))
+    return Parity("random 4-layer model's logits", error, 6e-2)

@@ -10,7 +10,7 @@ import torch
 from kernels import tune
 from kernels.workloads import QWEN3_30B, Workloads
 from tests.kernels import gpu_check
-from tests.kernels.gpu_parity import CPU, LARGE, demo_parity, large_parity, parity
+from tests.kernels.gpu_parity import CPU, LARGE, large_parity, parity
 
 TINY = replace(
     QWEN3_30B, hidden=128, num_heads=4, num_kv_heads=2, head_dim=32, num_experts=4, top_k=2, width=128, vocab=300
@@ -29,10 +29,10 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_the_models_of_the_check_run() -> None:
-    small = LARGE | {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "moe_intermediate_size": 128}
-    assert demo_parity(CPU).is_close
-    assert large_parity(CPU, small | {"num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 640}).error == 0
+def test_the_random_model_of_the_check_runs() -> None:
+    small = {"num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
+    small |= {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 640}
+    assert large_parity(CPU, LARGE | small).error == 0
 
 
 def test_every_workload_runs_and_knows_its_floor() -> None:

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from proxy.config import ProxyConfig
 from proxy.protocol import CONTROL_PATH, Hello, Leaving, LoadReport, Message, decode, encode
-from proxy.serve import Stop, bind, serve
+from proxy.serve import Stop, bind, open_resources, serve
 
 MODEL: Final = "tiny"
 CHAT: Final = "/v1/chat/completions"
@@ -43,9 +43,9 @@ class RunningProxy:
     """A proxy that serves, and a client of it."""
 
     url: str
-    stop: Stop
     client: aiohttp.ClientSession
-    serving: asyncio.Task[None]
+    stop: Stop = field(default_factory=Stop)
+    serving: asyncio.Future[None] = field(default_factory=asyncio.Future)  # of a process of its own: never done
 
     async def nodes(self) -> dict[str, dict[str, Any]]:
         """What /nodes/status says of each replica, by its id."""
@@ -89,7 +89,7 @@ async def running_proxy(send_buffer_bytes: int = 0, **settings: Any) -> AsyncIte
     if send_buffer_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)  # inherited by its connections
     stop = Stop()
-    serving = asyncio.create_task(serve(config, listener, stop))
+    serving = asyncio.create_task(serve(config, listener, stop, open_resources(config)))
     url = f"http://{config.host}:{listener.getsockname()[1]}"
     headers = {"Authorization": f"Bearer {config.proxy_token or config.api_key}"}
     connector = aiohttp.TCPConnector(limit=0)

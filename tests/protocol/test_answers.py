@@ -24,12 +24,15 @@ async def test_chat_answer_has_openais_shape(session: ClientSession) -> None:
                 "message": {"role": "assistant", "content": ANSWER, "reasoning_content": "hm", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
             }
         ],
         "usage": {
             "prompt_tokens": len(loop.submitted[0].prompt_ids),
             "completion_tokens": len(loop.script),
             "total_tokens": len(loop.submitted[0].prompt_ids) + len(loop.script),
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": loop.script.index(635)},  # `</think>`
         },
     }
 
@@ -50,7 +53,7 @@ async def test_chat_stream_has_openais_shape(session: ClientSession) -> None:
         "logprobs": None,
         "finish_reason": None,
     }
-    assert last == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert last == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     assert "".join(choice["delta"].get("content", "") for choice in middle) == ANSWER
     assert "".join(choice["delta"].get("reasoning_content", "") for choice in middle) == "hm"
     assert all(choice["finish_reason"] is None and choice["delta"] for choice in middle)
@@ -70,10 +73,12 @@ async def test_completion_has_openais_shape_and_keeps_its_reasoning_tags(session
         events = await stream(session, url + COMPLETIONS, PROMPT)
     text = "<think>\nhm\n</think>\n\nyes \N{ROCKET}"
     assert status == 200 and answer["object"] == "text_completion" and answer["id"].startswith("cmpl-")
-    assert answer["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": "stop"}]
+    assert answer["choices"] == [
+        {"index": 0, "text": text, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
     choices = [event["choices"][0] for event in events[:-1]]
     assert "".join(choice["text"] for choice in choices) == text
-    assert choices[-1] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
+    assert choices[-1] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
 
 
 async def test_prompts_of_one_request_are_its_choices(session: ClientSession) -> None:

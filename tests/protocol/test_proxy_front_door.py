@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from contextlib import AsyncExitStack
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -316,20 +317,38 @@ async def test_a_drain_is_bounded_and_a_second_request_ends_it_at_once(how: str)
 
 
 async def test_during_a_drain_a_kept_alive_connection_is_served_and_then_closed() -> None:
-    async with running_proxy() as proxy, fake_replica(answer_never) as hung, joined(proxy, hello(hung.url)):
+    async def generate(request: web.Request) -> web.StreamResponse:
+        return await (answer_never if request.path.endswith("/v1/completions") else answer_ok)(request)
+
+    async with running_proxy() as proxy, fake_replica(generate) as replica, joined(proxy, hello(replica.url)):
         asking = asyncio.create_task(proxy.client.post(f"{proxy.url}/v1/completions", json={}))
         async with aiohttp.ClientSession() as client:
-            async with client.get(f"{proxy.url}/health") as response:
+            async with client.post(proxy.url + CHAT, json={}) as response:
                 assert "Connection" not in response.headers
                 await response.read()
 
             async def is_open() -> bool:
-                return hung.open_requests == 1
+                return replica.open_requests == 1
 
             await eventually(is_open, "a request is open")
             proxy.stop.request()
             await asyncio.sleep(0.05)
-            async with client.get(f"{proxy.url}/health") as response:
+            async with client.post(proxy.url + CHAT, json={}) as response:
                 assert response.status == 200 and response.headers["Connection"] == "close"
         asking.cancel()
         await asyncio.wait_for(proxy.serving, 5)
+
+
+async def test_what_is_no_inference_is_answered_on_the_same_connection_which_then_closes() -> None:
+    async with running_proxy() as proxy, fake_replica(answer_ok) as replica, joined(proxy, hello(replica.url)):
+        parts = urlsplit(proxy.url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: p\r\nContent-Length: 2\r\n\r\n{}"
+            b"GET /health HTTP/1.1\r\nHost: p\r\n\r\n"
+        )
+        async with asyncio.timeout(10):
+            answers = (await reader.read()).split(b"HTTP/1.1 ")
+        writer.close()
+    assert answers[1].startswith(b"200") and b"Connection" not in answers[1]
+    assert answers[2].startswith(b"200") and b"Connection: close" in answers[2] and b'"replicas": 1' in answers[2]

@@ -186,7 +186,7 @@ async def test_metrics_follow_requests(session: ClientSession) -> None:
         await post(session, url + CHAT, BODY)
         await stream(session, url + CHAT, BODY)
         await post(session, url + CHAT, {**BODY, "max_tokens": 1})
-        await post(session, url + CHAT, {**BODY, "n": 3})
+        await post(session, url + CHAT, {**BODY, "best_of": 3})
         await session.get(url + "/nowhere/" + "x" * 50)
         found = await samples()
         prompt_tokens = len(loop.submitted[0].prompt_ids)

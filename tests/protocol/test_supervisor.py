@@ -12,7 +12,7 @@ import pytest
 
 from replica import supervisor
 from replica.config import ReplicaConfig
-from replica.supervisor import ReplicaProcess
+from replica.supervisor import Supervisor
 from tests.commands import wait_until
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
@@ -37,7 +37,7 @@ class Trial:
         self.notes = folder / "notes"
         config = ReplicaConfig(model=Path("some/model"), api_key="secret", drain_timeout_s=drain_timeout_s)
         command = (sys.executable, str(FAKE_ENGINE), str(self.notes), plan)
-        self.replica = ReplicaProcess(config, command=command, now_s=now_s)
+        self.replica = Supervisor(config, command=command, now_s=now_s)
 
     async def run(self) -> int:
         async with asyncio.timeout(30):
@@ -65,7 +65,7 @@ def note_pauses(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 async def test_an_engine_gets_all_settings_over_its_socket(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "early-2")
     await trial.run()
-    assert trial.lives[0][1:] == ["some/model", "secret"]
+    assert trial.lives[0][1:3] == ["some/model", "secret"]
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from replica.cache_size import GIB, free_memory_bytes, kv_cache_bytes, weight_bytes
-from replica.checkpoint import Checkpoint
+from replica.cache_size import GIB, free_memory_bytes, kv_cache_bytes, resolve_device
 from replica.config import ReplicaConfig
 from replica.errors import ConfigError
-from replica.model_config import ModelConfig
-from tests.commands import DEMO_MODEL
+from replica.layout import Layout
+from replica.plan import RankPlan
 
 CONFIG = ReplicaConfig(model=Path("m"), max_num_seqs=4)
-MODEL = ModelConfig.load(DEMO_MODEL)
-TOKEN_BYTES = MODEL.kv_bytes_per_token("bfloat16")
+TOKEN_BYTES = 1024
 
 
-def size(config: ReplicaConfig, *, loaded_bytes: int = 0, free_bytes: int = 100 * GIB) -> int:
-    return kv_cache_bytes(
-        config, model=MODEL, dtype="bfloat16", max_model_len=100, loaded_bytes=loaded_bytes, free_bytes=free_bytes
+def size(config: ReplicaConfig, *, loaded_bytes: int = 0, reserve_bytes: int = 0, free_bytes: int = 100 * GIB) -> int:
+    rank = RankPlan(
+        rank=0,
+        dp_rank=0,
+        weights={"experts": loaded_bytes},
+        reserve_bytes=reserve_bytes,
+        kv_bytes_per_token=TOKEN_BYTES,
+        kv_tokens=0,
     )
+    return kv_cache_bytes(config, rank=rank, max_model_len=100, free_bytes=free_bytes)
 
 
 def test_a_cache_holds_every_sequence_at_its_longest_in_whole_blocks() -> None:
@@ -39,20 +43,28 @@ def test_what_is_asked_for_is_given_exactly() -> None:
 
 
 def test_more_than_there_is_is_refused_with_the_arithmetic() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-cache-gb is 12, but of 16\.0 GiB free memory the weights take 6\.0"):
+    with pytest.raises(ConfigError, match=r"--kv-cache-gb is 12, but of 16\.0 GiB .* the weights take 6\.0: ask"):
         size(replace(CONFIG, kv_cache_gb=12), loaded_bytes=6 * GIB, free_bytes=16 * GIB)
 
 
 def test_weights_that_fill_the_memory_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"takes 16\.0 GiB, free memory is 16\.0 GiB"):
-        size(CONFIG, loaded_bytes=16 * GIB, free_bytes=16 * GIB)
+    with pytest.raises(ConfigError, match=r"of 16\.0 GiB free memory of a rank the weights take 17\.0: no room"):
+        size(CONFIG, loaded_bytes=17 * GIB, free_bytes=16 * GIB)
 
 
-def test_weights_are_counted_in_the_dtype_they_run_in() -> None:
-    checkpoint = Checkpoint.open(DEMO_MODEL)
-    stored = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-    assert weight_bytes(checkpoint, "float32") == 2 * weight_bytes(checkpoint, "bfloat16") == 2 * stored
+def test_room_for_the_weights_of_lost_replicas_is_not_for_the_cache() -> None:
+    wide = replace(CONFIG, max_num_seqs=10**9)
+    assert size(wide, loaded_bytes=2 * GIB, reserve_bytes=4 * GIB, free_bytes=16 * GIB) == 7 * GIB
+    with pytest.raises(ConfigError, match=r"take 6\.0 and the reserve .* \(--survive\) 11\.0: no room"):
+        size(CONFIG, loaded_bytes=6 * GIB, reserve_bytes=11 * GIB, free_bytes=16 * GIB)
 
 
-def test_this_machine_has_memory() -> None:
-    assert free_memory_bytes("cpu") > 0
+def test_ranks_share_this_machines_memory() -> None:
+    alone = free_memory_bytes(replace(CONFIG, device="cpu"))
+    shared = free_memory_bytes(replace(CONFIG, device="cpu", layout=Layout.resolve(tp=4)))
+    assert alone > 0 and 3 < alone / shared < 5  # others take some meanwhile
+
+
+def test_a_replicas_devices_follow_those_of_the_replicas_before_it() -> None:
+    config = replace(CONFIG, device="cuda", layout=Layout.resolve(dp=2, tp=8))
+    assert [resolve_device(replace(config, dp_rank=dp_rank)) for dp_rank in (0, 1)] == ["cuda:0", "cuda:4"]

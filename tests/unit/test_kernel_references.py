@@ -10,19 +10,9 @@ from torch import Tensor
 
 import kernels
 from kernels.sampling import philox_reference, uniform_reference
+from tests.kernels.tensors import Pages, assert_close, random
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of the largest value
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCE[actual.dtype]
-    limit = tolerance * max(1.0, float(expected.abs().max())) if expected.numel() else 0.0
-    torch.testing.assert_close(actual.to(torch.float64), expected.to(torch.float64), rtol=0, atol=limit)
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,39 +68,6 @@ def test_rope_turns_each_pair_by_its_position_and_skips_slot_minus_one() -> None
         assert torch.equal(flat_v[slots[t]], v[t, 0])
     written = ~flat_k.isnan().any(dim=1)
     assert written.nonzero().squeeze(1).tolist() == [0, 5, 7]
-
-
-class Pages:
-    """Random keys and values of sequences in a cache whose unwritten slots are NaN."""
-
-    def __init__(self, lens: list[int], num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
-        self.lens = torch.tensor(lens, dtype=torch.int32)
-        counts = [-(-length // block_size) for length in lens]
-        shape = (sum(counts) + 2, block_size, num_kv_heads, head_dim)
-        self.k_cache, self.v_cache = torch.full(shape, math.nan, dtype=dtype), torch.full(shape, math.nan, dtype=dtype)
-        free = (torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(0)) + 1).tolist()
-        self.tables = torch.zeros((len(lens), max(counts, default=0)), dtype=torch.int32)
-        self.keys = [random(n, num_kv_heads, head_dim, seed=10 + s, dtype=dtype) for s, n in enumerate(lens)]
-        self.values = [random(n, num_kv_heads, head_dim, seed=90 + s, dtype=dtype) for s, n in enumerate(lens)]
-        for s, length in enumerate(lens):
-            for p in range(length):
-                if p % block_size == 0:
-                    self.tables[s, p // block_size] = free.pop()
-                block = int(self.tables[s, p // block_size])
-                self.k_cache[block, p % block_size] = self.keys[s][p]
-                self.v_cache[block, p % block_size] = self.values[s][p]
-
-    def attend(self, query: Tensor, s: int, length: int, scale: float) -> Tensor:
-        """query [Hq, D] over the first `length` positions of sequence s, one head at a time in float64."""
-        group = query.shape[0] // self.keys[s].shape[1]
-        rows = []
-        for head, q in enumerate(query.double()):
-            keys, values = (
-                self.keys[s][:length, head // group].double(),
-                self.values[s][:length, head // group].double(),
-            )
-            rows.append(torch.softmax(keys @ q * scale, dim=0) @ values)
-        return torch.stack(rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import triton
 
 from kernels import configs, tune
 from kernels.configs import ANY, ARCHS, DEFAULTS, Tile
@@ -84,3 +87,50 @@ def test_candidates_keep_what_the_kernels_assume(kernel: str) -> None:
             assert tile.block_k == 128 and 128 % tile.block_n == 0
         if kernel == "moe_gate_up_fp8":
             assert tile.block_n == 128
+
+
+ENTRY = ("attention_decode", "sm_90", (4, 2, 64))
+SLOW, FAST, TOO_LARGE = Tile(16, 32, 0, 9, 1), Tile(16, 32, 0, 2, 1), Tile(16, 32, 0, 0, 1)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[Tile]:
+    """A benchmark that takes num_warps milliseconds, and the tiles that it has seen. 0 warps do not fit."""
+    seen = []
+
+    def do_bench(run: Callable[[], None], **_: int) -> float:
+        run()
+        tile = configs.pick(*ENTRY, 8) if ENTRY in configs.TUNED else configs.pick("moe_down", "sm_90", (8,), 8)
+        seen.append(tile)
+        if tile == TOO_LARGE:
+            raise triton.runtime.errors.OutOfResources(2, 1, "shared memory")
+        return float(tile.num_warps)
+
+    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
+    monkeypatch.setattr(configs, "TUNED", {})
+    monkeypatch.setattr(tune, "candidates", lambda kernel: iter([SLOW, TOO_LARGE, FAST]))
+    configs.pick.cache_clear()
+    return seen
+
+
+def test_the_search_keeps_the_fastest_tile_that_fits(clock: list[Tile]) -> None:
+    assert tune.search(ENTRY, lambda: None, math.inf) == (2.0, FAST)
+    assert clock == [SLOW, TOO_LARGE, FAST]
+    configs.pick.cache_clear()
+
+
+def test_the_search_of_the_experts_gives_both_products_one_block_m(clock: list[Tile]) -> None:
+    found = tune.search_moe("", "sm_90", (8,), lambda: None, math.inf)
+    assert found == {("moe_gate_up", "sm_90", (8,)): (2.0, SLOW), ("moe_down", "sm_90", (8,)): (2.0, FAST)}
+    configs.pick.cache_clear()
+
+
+def test_a_search_that_meets_its_deadline_finds_nothing(clock: list[Tile]) -> None:
+    assert tune.search(ENTRY, lambda: None, 0.0) is None
+    assert tune.search_moe("", "sm_90", (8,), lambda: None, 0.0) is None
+    assert clock == []
+
+
+def test_fp8_on_an_architecture_without_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="linear_fp8 does not run on sm_80: FP8 needs one of sm_90, sm_100, gfx942"):
+        configs.pick("linear_fp8", "sm_80", (1, 1), 1)

@@ -25,9 +25,12 @@ OURS: Final[dict[str, tuple[str, ...]]] = {
     "coordinator": (),
     "deploy": (),
 }
-# http_io.py is the bytes of server.py, and engine.py runs the app that server.py builds; the rest of the replica
-# knows neither requests nor responses of HTTP.
-AIOHTTP: Final = ("proxy/", "replica/server.py", "replica/http_io.py", "replica/registration.py", "replica/engine.py")
+# middleware.py, generation.py and http_io.py are parts of server.py, and engine.py runs the app that it builds; the
+# rest of the replica knows neither requests nor responses of HTTP.
+AIOHTTP: Final = (
+    "proxy/",
+    *(f"replica/{name}.py" for name in ("server", "middleware", "generation", "http_io", "registration", "engine")),
+)
 # The only places that may import a package: folders end with a slash. Packages that are not here may be used anywhere.
 HOMES: Final[dict[str, tuple[str, ...]]] = {
     "aiohttp": AIOHTTP,
@@ -38,6 +41,7 @@ HOMES: Final[dict[str, tuple[str, ...]]] = {
     "torch": ("kernels/", "replica/"),
     "safetensors": ("replica/weights.py",),
     "ray": ("replica/executor_ray.py",),
+    "llguidance": ("replica/grammar.py",),
     "tokenizers": ("replica/tokenizer.py", "replica/chat.py"),
     "jinja2": ("replica/tokenizer.py", "replica/chat.py"),
     "transformers": (),
@@ -47,6 +51,12 @@ LIGHT_PROCESSES: Final[dict[str, tuple[str, ...]]] = {
     "proxy.cli": ("torch", "triton", "tokenizers", "coordinator"),
     "replica.cli": ("torch", "triton", "coordinator", "redis"),
     "replica.engine": ("torch", "triton", "coordinator", "redis"),
+}
+# What a file imports only in a function, for a group of several replicas: a replica alone loads no coordinator.
+# tests/unit/test_replica_alone.py sees that it does not.
+DEFERRED: Final[dict[str, str]] = {
+    "replica/engine.py": "replica.group_clock",
+    "replica/supervisor.py": "replica.group_master",
 }
 SCRIPTS: Final = "deploy/models/"  # training scripts: they run alone, beside the project
 
@@ -102,7 +112,7 @@ def violations(path: str, source: str, declared: set[str]) -> list[str]:
 
 
 def loaded_by(module: str, files: dict[str, str]) -> dict[str, str]:
-    """Every name that a module of ours imports, directly or through others of ours -> the file that imports it."""
+    """Every name that a module of ours loads, directly or through others of ours -> the file that imports it."""
     names: dict[str, str] = {}
     to_do, seen = [module], set()
     while to_do:
@@ -111,6 +121,8 @@ def loaded_by(module: str, files: dict[str, str]) -> dict[str, str]:
                 continue
             seen.add(path)
             for name in imports(path, files[path]):
+                if path in DEFERRED and is_within(name, DEFERRED[path]):
+                    continue
                 names.setdefault(name, path)
                 to_do.append(name)
     return names

@@ -36,7 +36,6 @@ def test_degrees_resolve_as_the_design_says() -> None:
     layout = Layout.resolve(dp=2, tp=8)
     assert (layout.world, layout.attn_tp, layout.mlp_tp, layout.moe) == (8, 4, 8, 8)
     assert layout.groups(layout.attn_tp) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert layout.gather_groups(8) == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 @pytest.mark.parametrize(
@@ -89,24 +88,11 @@ def test_the_flags_of_a_layout_give_it_back() -> None:
 def test_groups_of_every_width_divide_the_ranks() -> None:
     for layout in LAYOUTS:
         for width in {layout.attn_tp, layout.mlp_tp, layout.moe}:
-            for groups in (layout.groups(width), layout.gather_groups(width)):
-                assert sorted(itertools.chain(*groups)) == list(range(layout.world))
+            assert sorted(itertools.chain(*layout.groups(width))) == list(range(layout.world))
             assert all(len(group) == width for group in layout.groups(width))
             assert all(
                 own_group(layout.groups(width), rank).index(rank) == rank % width for rank in range(layout.world)
             )
-
-
-def test_a_gather_group_has_one_rank_of_each_replica_that_the_layer_spans() -> None:
-    for layout in LAYOUTS:
-        for width in {layout.mlp_tp, layout.moe}:
-            for rank in range(layout.world):
-                gather = own_group(layout.gather_groups(width), rank)
-                spanned = sorted({layout.dp_rank(peer) for peer in own_group(layout.groups(width), rank)})
-                assert (
-                    [layout.dp_rank(peer) for peer in gather] == spanned == list(layout.spanned_replicas(width, rank))
-                )
-                assert {layout.local_rank(peer) for peer in gather} <= {layout.local_rank(rank)}
 
 
 def test_the_groups_join_all_ranks() -> None:
@@ -134,19 +120,6 @@ def test_each_token_has_one_owner_in_its_own_replica(num_tokens: int) -> None:
         parts = [layout.owned_tokens(num_tokens, local_rank) for local_rank in range(layout.attn_tp)]
         assert [row for part in parts for row in range(*part)] == list(range(num_tokens))
         assert max(stop - start for start, stop in parts) == math.ceil(num_tokens / layout.attn_tp)
-
-
-def test_gathered_rows_are_scattered_to_their_owners() -> None:
-    for layout in LAYOUTS:
-        tokens = [3 * dp_rank % 5 for dp_rank in range(layout.dp)]  # uneven, some none
-        width = layout.moe
-        for rank in range(layout.world) if width >= layout.attn_tp else ():
-            group, rows = own_group(layout.groups(width), rank), layout.owned_rows(width, rank, tokens)
-            gathered = [(dp, token) for dp in layout.spanned_replicas(width, rank) for token in range(tokens[dp])]
-            assert len(rows) == len(group)
-            for owner, (start, stop) in zip(group, rows, strict=True):
-                own = range(*layout.owned_tokens(tokens[layout.dp_rank(owner)], layout.local_rank(owner)))
-                assert gathered[start:stop] == [(layout.dp_rank(owner), token) for token in own]
 
 
 def test_replicas_divide_over_the_nodes() -> None:

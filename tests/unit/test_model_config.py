@@ -122,9 +122,10 @@ def test_kv_bytes_count_keys_and_values_of_all_layers(tmp_path: Path) -> None:
         ({"head_dim": 15}, "head_dim is 15, must be even"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', must be silu"),
         ({"torch_dtype": "float64"}, "dtype is 'float64', must be one of bfloat16, float16, float32"),
+        ({"quantization_config": FP8, "hidden_size": 192}, "hidden_size is 192, must be a multiple of 128 in an FP8"),
         (
-            {"quantization_config": FP8},
-            "'fp8'; quantised checkpoints, FP8 too, are not served yet: use one in bfloat16",
+            {"quantization_config": FP8, "hidden_size": 128, "moe_intermediate_size": 64},
+            "moe_intermediate_size is 64, must be a multiple",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "sliding window attention is not supported"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ import pytest
 
 from replica.config import ReplicaConfig
 from replica.errors import BadRequest, ConfigError, ContextTooLong, UnknownModel
+from replica.fields import FieldReader, Table
 from replica.generation_config import GenerationDefaults
 from replica.model_config import ModelConfig
 from replica.openai_api import (
@@ -20,6 +22,7 @@ from replica.openai_api import (
     Options,
     chat_prompt,
     check_model,
+    check_num_choices,
     completion_prompts,
     derived_seed,
     output_tokens,
@@ -28,13 +31,14 @@ from replica.openai_api import (
     sampling_params,
 )
 from replica.request import SamplingParams
-from replica.request_fields import CHAT_FIELDS, COMPLETION_FIELDS, IGNORED, NOT_SERVED, FieldReader
+from replica.request_fields import CHAT, COMPLETION
 from replica.served_model import ServedModel
 from tests.commands import DEMO_MODEL
 
 CONFIG: Final = ReplicaConfig(model=DEMO_MODEL)
 MODEL: Final = ServedModel.load(CONFIG, ModelConfig.load(DEMO_MODEL))
 MESSAGES: Final = [{"role": "user", "content": "What is 1 + 2?"}]
+TOOL: Final = {"type": "function", "function": {"name": "get_weather"}}
 NAN: Final = float("nan")
 INFINITE: Final = float("inf")
 
@@ -77,6 +81,15 @@ def params(options: Options, *, model: ServedModel = MODEL, prompt_tokens: int =
         ({"stop_token_ids": [5]}, "stop_token_ids", MODEL.end_token_ids | {5}),
         ({"stop_token_ids": [5], "ignore_eos": True}, "stop_token_ids", {5}),
         ({"ignore_eos": True}, "stop_token_ids", frozenset()),
+        ({"stop_token_ids": [5, 640, 2**31 - 1], "ignore_eos": True}, "stop_token_ids", {5}),
+        ({"min_tokens": 3}, "min_tokens", 3),
+        ({"presence_penalty": -1}, "presence_penalty", -1.0),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", 0.5),
+        ({"repetition_penalty": 1.2}, "repetition_penalty", 1.2),
+        ({}, "repetition_penalty", 1.0),
+        ({"logit_bias": {"5": 1, "639": -100}}, "logit_bias", ((5, 1.0), (639, -100.0))),
+        ({}, "logprobs", None),
+        ({}, "prompt_logprobs", None),
         ({}, "stop_token_ids", MODEL.end_token_ids),
     ],
     ids=str,
@@ -159,7 +172,25 @@ def test_prompt_that_leaves_no_room_names_both_lengths_and_the_flag() -> None:
         ({"stream": "true"}, "stream"),
         ({"stream_options": []}, "stream_options"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"stream_options": {"continuous_usage_stats": "x"}}, "stream_options.continuous_usage_stats"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": NAN}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [5]}, "stop"),
+        ({"stop": ["a"] * 10_000}, "stop"),
+        ({"stop": "a" * 2000}, "stop"),
+        ({"logit_bias": []}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"5": NAN}}, "logit_bias.5"),
+        ({"logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
         ({"model": 3}, "model"),
         ({"return_token_ids": "yes"}, "return_token_ids"),
         ({"skip_special_tokens": 0}, "skip_special_tokens"),
@@ -183,31 +214,19 @@ def test_error_names_the_value_and_the_limit() -> None:
 
 
 NOT_NEUTRAL: Final[dict[str, Any]] = {
-    "n": 2,
     "best_of": 2,
-    "logprobs": True,
-    "top_logprobs": 5,
-    "stop": ["\n"],
-    "min_tokens": 1,
-    "echo": True,
     "suffix": "x",
-    "presence_penalty": 0.5,
-    "frequency_penalty": NAN,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1},
-    "response_format": {"type": "json_object"},
     "function_call": {"name": "f"},
-    "parallel_tool_calls": False,
-    "add_generation_prompt": False,
-    "continue_final_message": True,
-    "include_stop_str_in_output": True,
+    "echo": True,
+    "response_format": {"type": "json_object"},
+    "top_logprobs": 2,
 }
 
 
-@pytest.mark.parametrize("name", NOT_SERVED)
-def test_field_that_would_change_the_answer_is_refused_until_it_is_served(name: str) -> None:
-    for parse in (chat, completion):
-        for neutral in (None, *NOT_SERVED[name]):
+@pytest.mark.parametrize(("parse", "table"), [(chat, CHAT), (completion, COMPLETION)], ids=["chat", "completion"])
+def test_field_that_would_change_the_answer_is_refused_if_it_is_not_served(parse: Any, table: Table) -> None:
+    for name, neutrals in table.not_served.items():
+        for neutral in (None, *neutrals):
             parse(**{name: neutral})
         with pytest.raises(BadRequest, match=f"^{name} is not supported") as caught:
             parse(**{name: NOT_NEUTRAL.get(name, "anything")})
@@ -215,13 +234,49 @@ def test_field_that_would_change_the_answer_is_refused_until_it_is_served(name: 
 
 
 def test_flag_is_not_taken_for_a_neutral_number() -> None:
-    with pytest.raises(BadRequest, match="n is not supported; leave it out or send 1"):
-        chat(n=True)
+    with pytest.raises(BadRequest, match="best_of is not supported; leave it out or send 1"):
+        chat(best_of=True)
 
 
-def test_each_field_is_in_one_table() -> None:
-    served = set(CHAT_FIELDS) | set(COMPLETION_FIELDS)
-    assert not served & set(NOT_SERVED) and not served & IGNORED and not set(NOT_SERVED) & IGNORED
+@pytest.mark.parametrize("table", [CHAT, COMPLETION], ids=["chat", "completion"])
+def test_each_field_is_in_one_place(table: Table) -> None:
+    served, not_served = set(table.served), set(table.not_served)
+    assert not served & not_served and not served & table.ignored and not not_served & table.ignored
+
+
+def test_logprobs_of_chats_and_completions_are_one_option() -> None:
+    assert params(chat(logprobs=True).options).logprobs == 0
+    assert params(chat(logprobs=True, top_logprobs=5).options).logprobs == 5
+    assert params(chat(logprobs=False, top_logprobs=0).options).logprobs is None
+    assert params(completion(logprobs=3).options).logprobs == 3
+    echoed = params(completion(logprobs=2, echo=True).options)
+    assert (echoed.logprobs, echoed.prompt_logprobs) == (2, 2)
+    with pytest.raises(BadRequest, match="top_logprobs is 5, must be 0 without logprobs"):
+        chat(top_logprobs=5)
+
+
+def test_stop_strings_are_one_or_many_and_empty_ones_are_none() -> None:
+    assert chat(stop="a").options.stop == ("a",)
+    assert chat(stop=["a", "", "b"]).options.stop == ("a", "b")
+    assert chat(stop=[]).options.stop == chat(stop="").options.stop == chat().options.stop == ()
+
+
+def test_minimum_must_fit_the_maximum() -> None:
+    with pytest.raises(BadRequest, match="min_tokens is 6, limit is 5"):
+        params(chat(min_tokens=6, max_tokens=5).options)
+    with pytest.raises(BadRequest, match="stop_token_ids has all of them"):
+        params(chat(min_tokens=1, stop_token_ids=list(range(640))).options)
+
+
+def test_bias_of_an_unknown_token_is_refused() -> None:
+    with pytest.raises(BadRequest, match="logit_bias has the token id 640, must be from 0 to 639"):
+        params(chat(logit_bias={"640": 1}).options)
+
+
+def test_choices_are_bounded_by_the_queue() -> None:
+    check_num_choices(chat(n=2).options, 2, limit=4)
+    with pytest.raises(BadRequest, match=r"n is 3 for each of 2 prompts, limit is 4 choices \(--max-waiting\)"):
+        check_num_choices(chat(n=3).options, 2, limit=4)
 
 
 def test_unknown_field_is_accepted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -236,7 +291,7 @@ def test_unknown_field_is_accepted_and_logged_once(caplog: pytest.LogCaptureFixt
 def test_names_of_unknown_fields_are_not_remembered_without_bound(caplog: pytest.LogCaptureFixture) -> None:
     reader = FieldReader()
     with caplog.at_level(logging.INFO):
-        reader.read({f"field {i}": 1 for i in range(10_000)}, CHAT_FIELDS)
+        reader.read({"messages": MESSAGES, **{f"field {i}": 1 for i in range(10_000)}}, CHAT)
     assert len(caplog.records) == 256
 
 
@@ -297,6 +352,9 @@ def test_wrong_message_is_refused_by_its_place(messages: Any, param: str) -> Non
         ([{"type": "retrieval", "function": {"name": "f"}}], "tools[0]"),
         ([{"type": "function", "function": {}}], "tools[0].function.name"),
         ([{"type": "function", "function": {"name": ""}}], "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": 'a"b'}}], "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": "f", "parameters": []}}], "tools[0].function.parameters"),
+        ([TOOL] * 300, "tools"),
     ],
     ids=str,
 )
@@ -306,10 +364,42 @@ def test_wrong_tool_is_refused_by_its_place(tools: Any, param: str) -> None:
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, 1])
-def test_tool_choice_that_constrains_the_answer_is_refused(choice: Any) -> None:
-    with pytest.raises(BadRequest, match=r"tool_choice is .* must be 'auto' or 'none'"):
-        chat(tool_choice=choice)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": 1}, 'tool_choice is 1, must be "auto", "none", "required"'),
+        ({"tool_choice": "any"}, "tool_choice is 'any', must be"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice is {'type': 'function'}, must be"),
+        ({"tool_choice": "required"}, "tool_choice is 'required', and there are no tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
+            "tool_choice names 'g', which is none of the tools",
+        ),
+    ],
+    ids=str,
+)
+def test_choice_of_no_tool_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=re.escape(message)) as caught:
+        chat(**fields)
+    assert str(caught.value.param).startswith("tool_choice")
+
+
+@pytest.mark.parametrize(
+    ("response_format", "param"),
+    [
+        ("json", "response_format"),
+        ({}, "response_format.type"),
+        ({"type": "xml"}, "response_format.type"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": "x"}}, "response_format.json_schema.schema"),
+    ],
+    ids=str,
+)
+def test_wrong_response_format_is_refused_by_its_place(response_format: Any, param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        chat(response_format=response_format)
+    assert caught.value.param == param
 
 
 def test_variables_that_the_request_itself_sets_are_refused() -> None:
@@ -317,11 +407,8 @@ def test_variables_that_the_request_itself_sets_are_refused() -> None:
         chat(chat_template_kwargs={"messages": []})
 
 
-TOOL: Final = {"type": "function", "function": {"name": "get_weather"}}
-
-
 async def chat_text(**fields: Any) -> str:
-    prompt = await chat_prompt(chat(**fields), MODEL)
+    prompt = await chat_prompt(chat(**fields).conversation, MODEL)
     return MODEL.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
 
@@ -339,6 +426,20 @@ async def test_tools_are_rendered_unless_none_may_be_called() -> None:
     assert "get_weather" not in await chat_text(tools=[TOOL], tool_choice="none")
 
 
+async def test_last_message_is_continued_and_the_prompt_may_stay_open() -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "It is "}]
+    text = await chat_text(messages=begun, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\nIt is ")
+    assert (await chat_text(add_generation_prompt=False)).endswith("1 + 2?<|im_end|>\n")
+    with pytest.raises(BadRequest, match="cannot both be true"):
+        chat(messages=begun, continue_final_message=True, add_generation_prompt=True)
+
+
+async def test_no_effort_means_no_thinking() -> None:
+    assert (await chat_text(reasoning_effort="none")).endswith("<think>\n\n</think>\n\n")
+    assert (await chat_text(reasoning_effort="high")).endswith("<|im_start|>assistant\n")
+
+
 async def test_thinking_is_switched_by_template_variables() -> None:
     text = await chat_text(chat_template_kwargs={"enable_thinking": False})
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -352,13 +453,13 @@ async def test_developer_is_the_system_for_templates_that_do_not_know_it() -> No
 async def test_prompt_that_opens_reasoning_says_so() -> None:
     assert MODEL.chat_template is not None
     opened = MODEL.chat_template.compile({"default": "assistant\n<think>\n"}, {})
-    assert (await chat_prompt(chat(), dataclasses.replace(MODEL, chat_template=opened))).opens_reasoning
-    assert not (await chat_prompt(chat(), MODEL)).opens_reasoning
+    assert (await chat_prompt(chat().conversation, dataclasses.replace(MODEL, chat_template=opened))).opens_reasoning
+    assert not (await chat_prompt(chat().conversation, MODEL)).opens_reasoning
 
 
 async def test_checkpoint_without_a_template_refuses_chats() -> None:
     with pytest.raises(BadRequest, match="has no chat template; use /v1/completions"):
-        await chat_prompt(chat(), dataclasses.replace(MODEL, chat_template=None))
+        await chat_prompt(chat().conversation, dataclasses.replace(MODEL, chat_template=None))
 
 
 @pytest.mark.parametrize(
@@ -401,21 +502,21 @@ async def test_enormous_prompt_is_refused_before_it_is_encoded(monkeypatch: pyte
     with pytest.raises(ContextTooLong, match=r"at least \d+ tokens \(1000000 characters or more\), limit is 4095"):
         await completion_prompts(completion(prompt=text), MODEL)
     with pytest.raises(ContextTooLong, match=r"at least \d+ tokens .*, limit is 4095"):
-        await chat_prompt(chat(messages=[{"role": "user", "content": text}]), MODEL)
+        await chat_prompt(chat(messages=[{"role": "user", "content": text}]).conversation, MODEL)
 
 
 async def test_lone_surrogate_is_refused() -> None:
     with pytest.raises(BadRequest, match="lone surrogate"):
         await completion_prompts(completion(prompt="\ud800"), MODEL)
     with pytest.raises(BadRequest, match="lone surrogate"):
-        await chat_prompt(chat(messages=[{"role": "user", "content": "\ud800"}]), MODEL)
+        await chat_prompt(chat(messages=[{"role": "user", "content": "\ud800"}]).conversation, MODEL)
 
 
 def test_unknown_model_is_not_found_and_no_model_is_this_one() -> None:
-    check_model(chat().options, MODEL)
-    check_model(chat(model="tiny-moe").options, MODEL)
+    check_model(None, MODEL)
+    check_model("tiny-moe", MODEL)
     with pytest.raises(UnknownModel, match="'gpt-4o' is not served here; 'tiny-moe' is"):
-        check_model(chat(model="gpt-4o").options, MODEL)
+        check_model("gpt-4o", MODEL)
 
 
 def test_context_beyond_the_checkpoints_is_a_config_error() -> None:

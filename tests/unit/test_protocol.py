@@ -24,7 +24,12 @@ from proxy.protocol import (
 )
 
 TYPES: list[type[Message]] = [Hello, Welcome, Refused, LoadReport, Leaving]
-VALUES = {str: st.text(max_size=100), int: st.integers(-(2**63), 2**63), float: st.floats(allow_nan=False)}
+VALUES = {
+    bool: st.booleans(),
+    str: st.text(max_size=100),
+    int: st.integers(-(2**63), 2**63),
+    float: st.floats(allow_nan=False),
+}
 WELCOME = {"type": "welcome", "version": 1, "proxy_id": "p", "report_interval_s": 1.0}
 
 

@@ -82,7 +82,7 @@ def test_an_older_report_does_not_overwrite_a_newer_one_but_proves_life() -> Non
     join(state)
     state.report(1, replace(REPORT, sequence=5, running=1), now_s=1.0)
     state.report(1, replace(REPORT, sequence=4, running=9), now_s=2.0)
-    assert only(state).load == replace(REPORT, sequence=5, running=1)
+    assert only(state).report == replace(REPORT, sequence=5, running=1)
     assert only(state).last_seen_s == 2.0
 
 
@@ -96,7 +96,7 @@ def test_a_new_life_of_the_same_replica_replaces_the_old_whose_end_then_changes_
     state.report(1, REPORT, now_s=9.0)
     state.leaving(1)
     assert state.gone(1) is None
-    assert only(state).in_flight == 0 and only(state).load is None and state.live(now_s=0.0)
+    assert only(state).in_flight == 0 and only(state).report is None and state.live(now_s=0.0)
 
 
 def test_a_life_that_comes_back_still_has_in_flight_what_it_had() -> None:
@@ -108,7 +108,7 @@ def test_a_life_that_comes_back_still_has_in_flight_what_it_had() -> None:
     state.gone(1)
     join(state, line=2, now_s=5.0)
     assert only(state).in_flight == 1 and state.live(now_s=5.0)
-    assert only(state).load is None, "a new connection counts its reports anew"
+    assert only(state).report is None, "a new connection counts its reports anew"
     place.release()
     assert only(state).in_flight == 0
 

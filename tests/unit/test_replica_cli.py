@@ -9,6 +9,8 @@ import pytest
 
 from replica import cli
 from replica.config import ReplicaConfig
+from replica.layout import Layout
+from tests.commands import DEMO_MODEL
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ReplicaConfig]:
 
     monkeypatch.setattr(cli, "supervise", note)
     monkeypatch.setattr(cli, "configure_logging", lambda: None)
-    for variable in cli.SECRETS.values():
+    for variable in (*cli.SECRETS.values(), *cli.ADDRESSES.values()):
         monkeypatch.delenv(variable, raising=False)
     return configs
 
@@ -56,6 +58,28 @@ def test_secrets_come_from_the_environment_unless_given(
     assert "given" not in repr(served[1]) and "token'" not in repr(served[1])
 
 
+def test_degrees_become_a_layout(served: list[ReplicaConfig]) -> None:
+    assert cli.main("serve m --dp 2 --tp 4 --mlp-tp 4 --moe-tp 2 --ep 2 --survive 0".split()) == 0
+    assert (served[0].layout, served[0].survive) == (Layout.resolve(dp=2, tp=4, mlp_tp=4, moe_tp=2, ep=2), 0)
+
+
+def test_the_clocks_address_comes_from_the_environment_unless_given(
+    served: list[ReplicaConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DP_MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("DP_MASTER_PORT", "7000")
+    cli.main(["serve", "m"])
+    cli.main(["serve", "m", "--master-addr", "10.0.0.2", "--master-port", "7001"])
+    assert [(config.master_addr, config.master_port) for config in served] == [("10.0.0.1", 7000), ("10.0.0.2", 7001)]
+
+
+def test_plan_is_a_verb_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(DEMO_MODEL), "--dp", "2", "--tp", "4"]) == 0
+    assert "fullest over mean" in capsys.readouterr().out
+    assert cli.main(["plan", str(DEMO_MODEL), "--tp", "4", "--ep", "3"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -68,6 +92,12 @@ def test_secrets_come_from_the_environment_unless_given(
         ("serve m --drain-timeout-s nan", "--drain-timeout-s is nan"),
         ("serve m --dtype int8", "--dtype is 'int8', must be one of auto"),
         ("serve m --proxy-url proxy:8000", "'proxy:8000' is not a URL"),
+        ("serve m --dp 3 --tp 4", "--dp 3 does not divide the 4 ranks of --tp 4; nearest valid for 4 ranks: --dp"),
+        ("serve m --dp 2 --tp 2 --survive 2", "--survive is 2, must be 0 to 1"),
+        ("serve m --dp 2 --tp 2 --advertise-url http://a", "--advertise-url names one replica"),
+        ("serve m --dp 4 --tp 4 --port 65534", "--port is 65534, which leaves no ports for 4 replicas"),
+        ("serve m --group-secret short", "--group-secret has fewer than 16 bytes"),
+        ("serve m --master-port 70000", "--master-port is 70000, must be 0 to 65535"),
         ("serve m --max-num 3", "unrecognized arguments: --max-num 3"),
     ],
 )
@@ -84,12 +114,15 @@ def test_a_bad_argument_is_code_2_and_one_line(
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--help"]) == 0
     shown = capsys.readouterr().out
-    for field in fields(ReplicaConfig):
+    for field in (field for field in fields(ReplicaConfig) if field.metadata):
         assert field.metadata["help"].split()[0] in shown
     assert "--proxy-url URL" in shown and "--max-num-seqs" in shown
 
 
 def test_settings_survive_the_way_to_an_engine() -> None:
-    config = ReplicaConfig(model=Path("m"), proxy_urls=("http://a",), api_key="k", kv_cache_gb=0.5, port=0)
+    layout = Layout.resolve(dp=2, tp=4)
+    config = ReplicaConfig(
+        model=Path("m"), layout=layout, dp_rank=1, proxy_urls=("http://a",), api_key="k", kv_cache_gb=0.5, port=0
+    )
     assert ReplicaConfig.from_json(config.to_json()) == config
     assert "\n" not in config.to_json()

@@ -27,6 +27,17 @@ def replica(name: str, in_flight: int = 0, models: tuple[str, ...] = ("tiny",)) 
     )
 
 
+def choose(
+    live: list[Replica],
+    known: list[Replica],
+    *,
+    model: str | None,
+    tried: list[Replica] | tuple[()] = (),
+    turn: int = 0,
+) -> Replica:
+    return least_load(candidates(live, lambda: known, model=model, tried=tried), turn)
+
+
 def test_the_replica_with_the_fewest_requests_in_flight_is_chosen() -> None:
     replicas = [replica("a", 3), replica("b", 1), replica("c", 2)]
     assert choose(replicas, replicas, model="tiny", tried=(), turn=7).replica_id == "b"
@@ -93,7 +104,11 @@ def test_nobody_idler_than_the_chosen_one_exists(loads: list[int], turn: int) ->
         (b'["model"]', None),
         (b'"model"', None),
         (b"", None),
-        (b'{"model": "tiny"', None),
+        (b'{"model": "tiny"', "tiny"),
+        (b'{"metadata": {"model": "inner"}}', None),
+        (b'{"user": "\\"model\\": \\"no\\"", "model": "tiny"}', "tiny"),
+        (b'{"x": "' + b"y" * 9000 + b'", "model" : "t\\u0069ny", "n": {"model": 1}}', "tiny"),
+        (b'{"x": "' + b"y" * 9000 + b'", "model":"tiny", "z": "' + b"y" * 9000 + b'"}', "tiny"),
         (b"\xff\xfe\x00", None),
         (b'{"n": ' + b"1" * 5000 + b"}", None),
         (b"[" * 100_000, None),

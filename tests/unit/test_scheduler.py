@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replica.batch import Batch
-from replica.frames import StepInput, decode, encode
+from replica.frames import I32, StepInput, decode, encode
 from replica.request import FinishReason, SamplingParams, Sequence, TokenOutput
 from replica.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 END_TOKEN = 9
+ALONE: I32 = np.zeros(0, np.int32)  # group_tokens of a replica alone
 
 
 def make_sequence(num_prompt: int, max_tokens: int = 4, *, choice: int = 0, seed: int = 7) -> Sequence:
@@ -33,7 +34,7 @@ def make_scheduler(*, num_blocks: int = 64, max_num_seqs: int = 8, max_tokens: i
 def run_step(scheduler: Scheduler, token_id: int = 1) -> tuple[Batch, StepInput, list[tuple[Sequence, TokenOutput]]]:
     """One step of a worker that always samples `token_id`."""
     batch = scheduler.schedule()
-    step_input = scheduler.step_input(batch, step=0)
+    step_input = scheduler.step_input(batch, step=0, group_tokens=ALONE)
     tokens = np.full(len(step_input.sample_rows), token_id, np.int32)
     return batch, step_input, scheduler.commit(batch, tokens)
 
@@ -103,7 +104,7 @@ def test_a_block_table_is_zero_past_a_sequences_last_block() -> None:
 def test_an_empty_batch_is_a_legal_frame() -> None:
     scheduler = make_scheduler()
     batch = scheduler.schedule()
-    frame = decode(encode(scheduler.step_input(batch, step=3))[4:])
+    frame = decode(encode(scheduler.step_input(batch, step=3, group_tokens=ALONE))[4:])
     assert isinstance(frame, StepInput)
     assert (frame.step, frame.token_ids.size, frame.query_starts.tolist()) == (3, 0, [0])
     assert scheduler.commit(batch, np.zeros(0, np.int32)) == []
@@ -197,7 +198,7 @@ def test_blocks_of_an_aborted_sequence_are_not_free_before_its_step_is_committed
     free = scheduler.pool.num_free
     assert scheduler.abort(sequence)
     assert scheduler.pool.num_free == free and sequence.block_ids
-    frame = scheduler.step_input(batch, step=0)
+    frame = scheduler.step_input(batch, step=0, group_tokens=ALONE)
     assert len(frame.sample_rows) == 2
     outputs = scheduler.commit(batch, np.array([1, 2], np.int32))
     assert outputs == [(other, TokenOutput((2,)))]
@@ -282,7 +283,7 @@ class Trial:
 
     def step(self, abort_during: int | None) -> None:
         batch = self.scheduler.schedule()
-        frame = self.scheduler.step_input(batch, step=self.steps)
+        frame = self.scheduler.step_input(batch, step=self.steps, group_tokens=ALONE)
         held = {block for s in batch.sequences for block in s.block_ids}
         self.check_frame(batch, frame)
         if abort_during is not None:

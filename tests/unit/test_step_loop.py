@@ -1,4 +1,4 @@
-"""The step loop over an executor that the test drives by hand."""
+"""The step loop of a replica alone, over an executor that the test drives by hand. A group: test_group_steps.py."""
 
 from __future__ import annotations
 
@@ -13,26 +13,11 @@ from replica.errors import Unavailable, WorkerFailed
 from replica.frames import StepInput, StepOutput
 from replica.request import FinishReason, SamplingParams, Sequence, TokenOutput
 from replica.scheduler import Scheduler
+from replica.step_clock import DRAIN, STOP, LocalClock
 from replica.step_loop import StepLoop
+from tests.unit.hand_executor import HandExecutor
 
 NUM_BLOCKS = 32
-
-
-class HandExecutor:
-    """Holds each step until the test lets it end. A token is 100 plus its index in the answer."""
-
-    def __init__(self) -> None:
-        self.started: asyncio.Queue[StepInput] = asyncio.Queue()
-        self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
-        self.num_steps = 0
-
-    async def step(self, step_input: StepInput) -> StepOutput:
-        self.num_steps += 1
-        self.started.put_nowait(step_input)
-        error = await self.ends.get()
-        if error is not None:
-            raise error
-        return StepOutput(step=step_input.step, token_ids=100 + step_input.output_indices)
 
 
 class Bench:
@@ -45,8 +30,10 @@ class Bench:
         self.loop = StepLoop(
             scheduler=scheduler,
             executor=self.executor,
+            clock=LocalClock(),
             max_waiting=max_waiting,
             progress_deadline_s=progress_deadline_s,
+            startup_timeout_s=progress_deadline_s,
             now_s=lambda: self.now_s,
         )
         self.loop.add_blocks(NUM_BLOCKS)
@@ -158,18 +145,69 @@ async def test_a_frozen_worker_fails_the_step_after_three_deadlines() -> None:
     bench = Bench(progress_deadline_s=0.05)
     sequence = make_sequence()
     async with running(bench) as task:
+        warming = asyncio.create_task(bench.loop.warm_up([make_sequence(1)]))
+        await bench.end_step()
+        await warming
         bench.loop.submit([sequence])
-        with pytest.raises(WorkerFailed, match=r"step 0 was not done after 0\.15 s"):
+        with pytest.raises(WorkerFailed, match=r"step 1 was not done after 0\.15 s"):
             await task
     (output,) = await outputs_of(sequence)
     assert output.finish_reason is FinishReason.ERROR
+
+
+async def test_a_first_step_has_the_time_of_a_start() -> None:
+    bench = Bench(progress_deadline_s=0.2)  # and as much to start
+    async with running(bench) as task:
+        bench.loop.submit([make_sequence()])
+        with pytest.raises(WorkerFailed, match=r"step 0 was not done after 0\.2 s"):
+            await task
+
+
+async def test_a_worker_that_dies_while_nothing_runs_ends_the_loop() -> None:
+    bench = Bench()
+    async with running(bench) as task:
+        await settle()
+        bench.executor.death.set_result(WorkerFailed("the worker of rank 1 ended: killed by SIGKILL"))
+        with pytest.raises(WorkerFailed, match="rank 1 ended"):
+            await task
+
+
+async def test_a_worker_that_dies_during_a_step_is_named_to_the_clients() -> None:
+    bench = Bench()
+    sequence = make_sequence()
+    async with running(bench) as task:
+        bench.loop.submit([sequence])
+        await bench.executor.started.get()
+        bench.executor.death.set_result(WorkerFailed("the worker of rank 1 ended: killed by SIGKILL"))
+        with pytest.raises(WorkerFailed, match="rank 1 ended"):
+            await task
+    (output,) = await outputs_of(sequence)
+    assert "SIGKILL" in output.error
+
+
+async def test_commands_are_acted_on_at_a_step_and_the_one_that_says_stop_is_the_last() -> None:
+    bench = Bench()
+    async with running(bench) as task:
+        told = asyncio.create_task(bench.loop.commanded(DRAIN, "other"))
+        bench.loop.want(DRAIN)
+        await bench.end_step()  # without tokens: nobody has work
+        assert not told.done()
+        bench.loop.want("other")
+        await bench.end_step()
+        assert told.done()
+        bench.loop.want(STOP)
+        await bench.end_step()
+        await task
+    assert bench.executor.num_steps == 3
+    with pytest.raises(Unavailable, match="stopping"):
+        bench.loop.submit([make_sequence()])
 
 
 @pytest.mark.parametrize(("step", "num_tokens"), [(7, 1), (0, 2)])
 async def test_an_answer_to_another_step_fails_the_worker(step: int, num_tokens: int) -> None:
     bench = Bench()
 
-    async def answer(_: StepInput) -> StepOutput:
+    async def answer(*_: object) -> StepOutput:
         return StepOutput(step=step, token_ids=np.zeros(num_tokens, np.int32))
 
     bench.executor.step = answer  # type: ignore[method-assign]

@@ -1,0 +1,54 @@
+"""A process that tries grammars before the engine compiles them: `python -m replica.grammar_check`.
+
+    engine -> here   the vocabulary, then one grammar a line: JSON, as `Vocabulary` and a string
+    here -> engine   a JSON string for each grammar: what is wrong with it, or ""
+    EOF              the engine is gone, and this process ends at once
+
+Compiling can take exponential time and memory, or end the process in the compiler's native code, and a thread cannot
+be stopped. A process can: the engine kills this one when a grammar takes too long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import signal
+import sys
+import threading
+from typing import Final
+
+from replica.grammar import LIMITS, Vocabulary, new_matcher
+
+MAX_MEMORY_BYTES: Final = 4 * 2**30  # address space: a vocabulary of 250,000 tokens takes a tenth of it
+
+
+def check(vocabulary: Vocabulary, grammars: queue.SimpleQueue[str]) -> None:
+    """Answers one grammar after the other, for ever."""
+    tokenizer = vocabulary.tokenizer()
+    while True:
+        matcher = new_matcher(tokenizer, json.loads(grammars.get()), LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some grammars break at their first token
+        print(json.dumps(matcher.get_error()), flush=True)
+
+
+def _read(lines: queue.SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(0)  # not sys.exit: the main thread may be inside a compilation that never ends
+
+
+def main() -> None:
+    """The process."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a Ctrl-C is for the supervisor; the engine's end is this one's
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines,), name="stdin", daemon=True).start()
+    check(Vocabulary.from_json(lines.get()), lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""/tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from replica.answers import Json
+from replica.errors import BadRequest
+from replica.fields import Field, FieldReader, Table, bad, flag, string
+from replica.openai_api import chat_prompt, check_model, check_token_ids, encode_text, take_conversation
+from replica.request_fields import CONVERSATION_FIELDS
+from replica.served_model import ServedModel
+
+MAX_TOKENS: Final = 2**20  # of a /detokenize
+
+
+def _check_tokens(name: str, value: Any) -> list[int]:
+    if not isinstance(value, list) or not all(type(i) is int for i in value):
+        raise bad(name, value, "a list of token ids")
+    if len(value) > MAX_TOKENS:
+        raise BadRequest(f"{name} has {len(value)} ids, limit is {MAX_TOKENS}", param=name)
+    return value
+
+
+_TEXT: Final = Table(
+    served={
+        "model": string(),
+        "prompt": string(),
+        "add_special_tokens": flag(True),
+        "return_token_strs": flag(False),
+    },
+    not_served={},
+    ignored=frozenset(),
+    required="prompt",
+)
+_CHAT: Final = Table(
+    served={
+        "model": string(),
+        **CONVERSATION_FIELDS,
+        "add_special_tokens": flag(False),
+        "return_token_strs": flag(False),
+    },
+    not_served={"chat_template": ()},
+    ignored=frozenset(),
+    required="messages",
+)
+TOKENIZE: Final = Table(
+    served={**_TEXT.served, **_CHAT.served}, not_served={}, ignored=frozenset(), required="prompt"
+)  # what the two forms of /tokenize have, together
+DETOKENIZE: Final = Table(
+    served={
+        "model": string(),
+        "tokens": Field(_check_tokens, None, {"type": "array", "items": {"type": "integer", "minimum": 0}}),
+    },
+    not_served={},
+    ignored=frozenset(),
+    required="tokens",
+)
+
+
+async def tokenize(reader: FieldReader, body: Any, model: ServedModel, *, body_bytes: int) -> Json:
+    """The tokens of a text, or of a conversation. Raises BadRequest, ContextTooLong."""
+    is_chat = isinstance(body, dict) and body.get("messages") is not None
+    values = reader.read(body, _CHAT if is_chat else _TEXT)
+    check_model(values.pop("model"), model)
+    if is_chat:
+        conversation = take_conversation(values, body_bytes=body_bytes)
+        token_ids = (await chat_prompt(conversation, model)).token_ids
+    else:
+        adds = values["add_special_tokens"]
+        token_ids = await encode_text("prompt", values["prompt"], model, add_special_tokens=adds)
+    answer: Json = {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": token_ids}
+    if values["return_token_strs"]:
+        answer["token_strs"] = [model.tokenizer.token_text(token_id)[0] for token_id in token_ids]
+    return answer
+
+
+def detokenize(reader: FieldReader, body: Any, model: ServedModel) -> Json:
+    """The text of tokens, special ones included. Raises BadRequest."""
+    values = reader.read(body, DETOKENIZE)
+    check_model(values["model"], model)
+    check_token_ids("tokens", values["tokens"], model)
+    return {"prompt": model.tokenizer.decode(values["tokens"], skip_special_tokens=False)}

@@ -1,0 +1,53 @@
+"""A client that asks for a long answer and reads it to its end, whatever that is."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import requests
+
+from tests.commands import wait_until
+
+LONG_ANSWER = 3000  # tokens; takes many seconds, so that whatever is done to it is done while it runs
+
+
+class Stream(threading.Thread):
+    """One request and what came of it, event by event."""
+
+    def __init__(self, url: str, *, max_tokens: int = LONG_ANSWER) -> None:
+        super().__init__(daemon=True)
+        self.url, self.max_tokens = url, max_tokens
+        self.events: list[dict[str, object]] = []
+        self.is_done = False  # the closing [DONE] came
+        self.is_cut = False  # the connection ended first
+
+    def run(self) -> None:
+        body = {"prompt": "count", "max_tokens": self.max_tokens, "stream": True, "ignore_eos": True}
+        body["stream_options"] = {"include_usage": True}
+        with requests.post(f"{self.url}/v1/completions", json=body, stream=True, timeout=60) as answer:
+            try:
+                for line in answer.iter_lines():
+                    if line == b"data: [DONE]":
+                        self.is_done = True
+                    elif line:
+                        self.events.append(json.loads(line.removeprefix(b"data: ")))
+            except requests.exceptions.ChunkedEncodingError:
+                self.is_cut = True
+
+    @property
+    def errors(self) -> list[object]:
+        return [event["error"] for event in self.events if "error" in event]
+
+
+@contextmanager
+def streaming(url: str, *, max_tokens: int = LONG_ANSWER) -> Iterator[Stream]:
+    """A stream whose first tokens have come. When the block is left, it has ended, somehow."""
+    stream = Stream(url, max_tokens=max_tokens)
+    stream.start()
+    wait_until(lambda: len(stream.events) > 3, "the stream's first events")
+    yield stream
+    stream.join(timeout=60)
+    assert not stream.is_alive(), "the stream has no end"

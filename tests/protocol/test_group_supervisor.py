@@ -1,0 +1,90 @@
+"""The supervisor of a group: its engines (fake_engine.py) live and die together, over a real clock."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replica import supervisor
+from replica.config import ReplicaConfig
+from replica.errors import ConfigError
+from replica.layout import Layout
+from replica.supervisor import Supervisor
+from tests.commands import wait_until
+
+FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+CONFIG = ReplicaConfig(model=Path("some/model"), port=7000, layout=Layout.resolve(dp=2, tp=2))
+
+
+@pytest.fixture(autouse=True)
+def fake_engine_finds_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FAKE_ENGINE.parents[2]))
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(supervisor, "END_S", 0.2)
+
+
+class Trial:
+    """A supervised group whose engines each follow a plan of their own."""
+
+    def __init__(self, folder: Path, plans: tuple[str, str], config: ReplicaConfig = CONFIG) -> None:
+        self.folder = folder
+        command = (sys.executable, str(FAKE_ENGINE), str(folder / "notes-{dp_rank}"), *plans)
+        self.supervisor = Supervisor(config, shared={}, command=command)
+
+    async def run(self) -> int:
+        async with asyncio.timeout(30):
+            return await self.supervisor.run()
+
+    def lives(self, dp_rank: int) -> list[list[str]]:
+        """What each life of one engine has noted: time, model, key, port, master port, group, secret."""
+        notes = self.folder / f"notes-{dp_rank}"
+        return [line.split() for line in notes.read_text().splitlines()] if notes.exists() else []
+
+    async def wait_for_life(self, number: int) -> None:
+        def have_begun() -> bool:
+            return all(len(self.lives(dp_rank)) >= number for dp_rank in range(2))
+
+        await asyncio.to_thread(wait_until, have_begun, f"life {number} of both")
+
+
+async def test_each_engine_has_its_own_port_and_all_have_the_same_clock_and_secret(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, ("serve", "serve"))
+    running = asyncio.create_task(trial.run())
+    await trial.wait_for_life(1)
+    trial.supervisor.stop()
+    assert await running == 0
+    (first,), (second,) = trial.lives(0), trial.lives(1)
+    assert (first[3], second[3]) == ("7000", "7001")
+    assert first[4:] == second[4:] and int(first[4]) > 0 and len(first[6]) >= 16
+
+
+@pytest.mark.parametrize("plans", [("ready-1 serve", "stubborn serve"), ("stubborn serve", "ready-kill serve")])
+async def test_when_one_engine_dies_all_are_started_again(tmp_path: Path, plans: tuple[str, str]) -> None:
+    trial = Trial(tmp_path, plans)
+    running = asyncio.create_task(trial.run())
+    await trial.wait_for_life(2)
+    trial.supervisor.stop()
+    assert await running == 0
+
+
+@pytest.mark.parametrize(("status", "code"), [("early-2", 2), ("early-1", 1)])
+async def test_an_engine_that_ends_before_it_is_ready_takes_the_others_along(
+    tmp_path: Path, status: str, code: int
+) -> None:
+    trial = Trial(tmp_path, ("stubborn", status))
+    assert await trial.run() == code
+    assert [len(trial.lives(dp_rank)) for dp_rank in range(2)] in ([1, 1], [0, 1])
+
+
+async def test_a_taken_master_port_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        trial = Trial(tmp_path, ("serve", "serve"), replace(CONFIG, master_port=port))
+        with pytest.raises(ConfigError, match=rf"clock at 127\.0\.0\.1:{port}: .*--master-port"):
+            await trial.run()
+    assert trial.lives(0) == trial.lives(1) == []

@@ -1,0 +1,190 @@
+"""Real clients through a real `proxy serve` process, plain and over TLS: openai, requests, httpx, curl, a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import openai
+import pytest
+import requests
+from aiohttp import web
+
+from proxy.protocol import CONTROL_PATH, encode
+from tests.commands import Commands
+from tests.protocol.proxy_fakes import CHAT, MODEL, ControlLine, FakeReplica, fake_replica, hello
+from tests.protocol.test_proxy_operators import certificate
+
+__all__ = ["certificate"]  # the fixture
+
+WORDS = ["The", " quick", " brown", " fox"]
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """A replica that says WORDS, as one answer or as events."""
+    asked = json.loads(await request.read())
+    base = {"id": "c", "created": 1, "model": MODEL}
+    if not asked.get("stream"):
+        message = {"role": "assistant", "content": "".join(WORDS)}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response({**base, "object": "chat.completion", "choices": [choice]})
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await answer.prepare(request)
+    for word in WORDS:
+        choice = {"index": 0, "delta": {"content": word}, "finish_reason": None}
+        chunk = {**base, "object": "chat.completion.chunk", "choices": [choice]}
+        await answer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        await asyncio.sleep(0.005)
+    await answer.write(b"data: [DONE]\n\n")
+    return answer
+
+
+@dataclass
+class Served:
+    """A proxy with one replica behind it."""
+
+    url: str
+    ca: str | bool  # what a client checks the proxy's certificate against
+    replica: FakeReplica
+
+    @property
+    def context(self) -> ssl.SSLContext | bool:
+        return ssl.create_default_context(cafile=self.ca) if isinstance(self.ca, str) else True
+
+
+@pytest.fixture(params=["plain", "tls"])
+async def served(
+    request: pytest.FixtureRequest, commands: Commands, certificate: tuple[str, str]
+) -> AsyncIterator[Served]:
+    cert, key = certificate
+    options = ["--tls-cert", cert, "--tls-key", key] if request.param == "tls" else []
+    process = await asyncio.to_thread(lambda: commands.proxy(*options, "--cors-origin", "*"))
+    context = ssl.create_default_context(cafile=cert)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as client:
+        async with fake_replica(generate) as replica, client.ws_connect(process.url + CONTROL_PATH) as line:
+            await line.send_bytes(encode(hello(replica.url)))
+            await line.receive_bytes()
+            beating = asyncio.create_task(keep_alive(line))
+            yield Served(process.url, cert if options else True, replica)
+            beating.cancel()
+    assert "Traceback" not in process.log()
+
+
+async def keep_alive(line: aiohttp.ClientWebSocketResponse) -> None:
+    end = ControlLine(line)
+    while True:
+        await end.report()
+        await asyncio.sleep(0.5)
+
+
+def messages(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **more}
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    return await asyncio.to_thread(function)
+
+
+async def test_the_openai_client_sync_async_and_streaming(served: Served) -> None:
+    def ask() -> tuple[str, list[str]]:
+        with openai.OpenAI(
+            base_url=f"{served.url}/v1", api_key="k", http_client=httpx.Client(verify=served.context)
+        ) as client:
+            whole = client.chat.completions.create(**messages())
+            events = client.chat.completions.create(**messages(stream=True))
+            return whole.choices[0].message.content, [event.choices[0].delta.content for event in events]
+
+    assert await in_thread(ask) == ("".join(WORDS), WORDS)
+    async with openai.AsyncOpenAI(
+        base_url=f"{served.url}/v1", api_key="k", http_client=httpx.AsyncClient(verify=served.context)
+    ) as client:
+        whole = await client.chat.completions.create(**messages())
+        assert whole.choices[0].message.content == "".join(WORDS)
+        stream = await client.chat.completions.create(**messages(stream=True))
+        assert [event.choices[0].delta.content async for event in stream] == WORDS
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(**{**messages(), "model": "unknown"})
+
+
+async def test_requests_and_httpx(served: Served) -> None:
+    def ask() -> None:
+        with requests.Session() as session:
+            session.verify = served.ca
+            for _ in range(3):
+                assert session.post(served.url + CHAT, json=messages(), timeout=10).status_code == 200
+            pieces = (piece for piece in (b'{"mod', b'el": "tiny"}'))
+            assert session.post(served.url + CHAT, data=pieces, timeout=10).status_code == 200
+            with session.post(served.url + CHAT, json=messages(stream=True), stream=True, timeout=10) as response:
+                assert [line for line in response.iter_lines() if line][-1] == b"data: [DONE]"
+            assert session.get(f"{served.url}/health", timeout=10).json()["replicas"] == 1
+            assert session.post(served.url + CHAT, json=messages(), timeout=10).status_code == 200
+
+    await in_thread(ask)
+    async with httpx.AsyncClient(verify=served.context) as client:
+        assert (await client.post(served.url + CHAT, json=messages())).status_code == 200
+        async with client.stream("POST", served.url + CHAT, json=messages(stream=True)) as response:
+            assert [line async for line in response.aiter_lines() if line][-1] == "data: [DONE]"
+    assert len(served.replica.received) == 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--expect100-timeout", "5", "-H", "Expect: 100-continue"],
+        ["-H", "Transfer-Encoding: chunked"],
+        ["--http1.0"],
+        ["-H", "Connection: close"],
+    ],
+    ids=["expect", "chunked", "http1.0", "close"],
+)
+async def test_curl(served: Served, options: list[str], tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    body = json.dumps(messages(padding="x" * 200_000))
+    file = tmp_path / "body"
+    file.write_text(body, encoding="utf-8")
+    ca = ["--cacert", served.ca] if isinstance(served.ca, str) else []
+    command = ["curl", "-sS", "-m", "10", "-w", "%{http_code} %{time_total}", "-o", os.devnull, *ca, *options]
+    command += ["-T", str(file)] if "chunked" in options[-1] else ["--data-binary", f"@{file}"]
+    done = await in_thread(
+        lambda: subprocess.run([*command, "-X", "POST", served.url + CHAT], capture_output=True, text=True, check=False)
+    )
+    status, took_s = done.stdout.split()
+    assert status == "200", done.stderr
+    assert float(took_s) < 3, "nobody waited for anybody"
+    assert served.replica.received[-1].body.decode() == body
+
+
+PAGE = """<!doctype html><title>waiting</title><script>
+(async () => {
+  const answer = await fetch("%s", {method: "POST", headers: {"Content-Type": "application/json"}, body: '%s'});
+  const reader = answer.body.getReader(), parts = [], decoder = new TextDecoder();
+  for (let read; !(read = await reader.read()).done;) parts.push(decoder.decode(read.value));
+  document.title = answer.status + " " + parts.length + " " + parts.join("").includes("[DONE]");
+})().catch((err) => document.title = "failed: " + err);
+</script>"""
+
+
+async def test_a_browser_s_fetch_stream_of_another_origin(served: Served, tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    page = tmp_path / "page.html"
+    page.write_text(PAGE % (served.url + CHAT, json.dumps(messages(stream=True))), encoding="utf-8")
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    command += ["--ignore-certificate-errors", "--virtual-time-budget=5000", "--dump-dom", page.as_uri()]
+    done = await in_thread(lambda: subprocess.run(command, capture_output=True, text=True, timeout=60, check=False))
+    title = done.stdout.partition("<title>")[2].partition("</title>")[0]
+    status, parts, has_done = title.split()
+    assert (status, has_done) == ("200", "true") and int(parts) >= 2, title

@@ -1,0 +1,31 @@
+"""An executor without ranks, for tests of the step loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NoReturn
+
+from replica.frames import StepInput, StepOutput
+
+
+class HandExecutor:
+    """Holds each step until the test lets it end. A token is 100 plus its index in the answer."""
+
+    def __init__(self) -> None:
+        self.started: asyncio.Queue[StepInput] = asyncio.Queue()
+        self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
+        self.death: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self.num_steps = 0
+
+    async def step(self, step_input: StepInput, on_sent: Callable[[], None]) -> StepOutput:
+        on_sent()
+        self.num_steps += 1
+        self.started.put_nowait(step_input)
+        error = await self.ends.get()
+        if error is not None:
+            raise error
+        return StepOutput(step=step_input.step, token_ids=100 + step_input.output_indices)
+
+    async def failed(self) -> NoReturn:
+        raise await asyncio.shield(self.death)
