@@ -13,7 +13,7 @@ export TRITON_DEFAULT_FP_FUSION := 1
 # Tests start several processes, and two threads that contend for one core cost more than the second one brings.
 TEST := OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/pytest
 
-.PHONY: setup serve test check format lint types unit protocol kernels aot faults e2e layouts soak gpu bench bench-proxy bench-proxy-peers fuzz-proxy
+.PHONY: setup serve test check format lint types unit protocol kernels aot faults e2e layouts soak gpu bench bench-proxy bench-proxy-peers fuzz-proxy fuzz clients
 .NOTPARALLEL:
 
 setup: $(SETUP)
@@ -93,3 +93,11 @@ fuzz-proxy: setup
 # 100,000 released steps with random idleness; minutes.
 soak: setup
 	$(TEST) tests/soak
+
+# 20,000 mutated bodies against a replica; `make protocol` sends 2,000.
+fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --bodies 20000 --seed 1
+
+# Real clients against the demo, an environment each. Reaches the network the first time.
+clients: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients.run

@@ -8,13 +8,13 @@ request on it could be for the data path.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, cast
 
+from proxy.answers import error_answer
 from proxy.errors import BadRequest, ExpectationFailed, HeadTooLarge, Malformed, RequestError
 from proxy.exchange import Exchange, Phase, too_large
 from proxy.framing import Bytes, ChunkedBody, SizedBody
@@ -37,18 +37,6 @@ _ROUTES: Final = {
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank")
 }
 OTHER_ROUTE: Final = "/v1/{operation}"
-REASONS: Final = {
-    400: "Bad Request",
-    401: "Unauthorized",
-    404: "Not Found",
-    413: "Content Too Large",
-    417: "Expectation Failed",
-    429: "Too Many Requests",
-    431: "Request Header Fields Too Large",
-    502: "Bad Gateway",
-    503: "Service Unavailable",
-    504: "Gateway Timeout",
-}
 
 
 def inference_route(head: RequestHead) -> str | None:
@@ -123,7 +111,8 @@ class ClientConnection(asyncio.Protocol):
         self._door.connections.add(self)
         self._deadline_s = self._door.relay.now_s + KEEPALIVE_S
         # Anything that the kernel does not take at once stops the replica's stream: a slow reader costs one read.
-        self._transport.set_write_buffer_limits(high=0)
+        # (Not 0: TLS transports pause at the limit, not above it.)
+        self._transport.set_write_buffer_limits(high=1, low=0)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -310,18 +299,7 @@ class ClientConnection(asyncio.Protocol):
         """Sends an error as the whole answer."""
         if self._body is not None:
             self._is_kept_alive = False  # the rest of the body is not waited for
-        body = json.dumps(err.body()).encode()
-        lines = [
-            b"HTTP/1.1 %d %b" % (err.status, REASONS[err.status].encode()),
-            b"Content-Type: application/json; charset=utf-8",
-            b"Content-Length: %d" % len(body),
-            *(f"{name}: {value}".encode() for name, value in err.headers().items()),
-            *more_lines,
-            *self.connection_lines(),
-        ]
-        if request_id:
-            lines.append(b"X-Request-Id: " + request_id)
-        self.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        self.write(error_answer(err, request_id, [*more_lines, *self.connection_lines()]))
 
     def connection_lines(self) -> list[bytes]:
         """What an answer's head says of the connection."""

@@ -28,13 +28,13 @@ An answer has these ends:
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from proxy.admission import Ticket
+from proxy.answers import error_end, passed_head
 from proxy.breaker import FAILED_STATUSES
 from proxy.errors import (
     BodyTooLarge,
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EVENT_STREAM: Final = b"text/event-stream"
-EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
 HELD_BYTES: Final = 64 * 1024  # of an event that is not whole; a longer one is passed on in parts
 JOINED_BYTES: Final = 16 * 1024  # up to here, copying two pieces together is cheaper than writing them apart
 CLIENT_LEFT_STATUS: Final = 499  # nginx's number for it; in metrics and logs only
@@ -259,22 +258,12 @@ class Exchange:
                 self.journal = Journal(self.relay.journal_bytes)
         if not (self.client.is_http_1_1 or has_length):
             self.client.close_after()
-        self._pending = self._client_head(head, has_length)
-
-    def _client_head(self, head: AnswerHead, has_length: bool) -> bytes:
-        """The head that the client gets: end-to-end headers, the request's id, and this connection's framing."""
-        client, fields = self.client, head.fields
-        lines = [b"HTTP/1.1 " + head.line, *fields.passing]
-        if b"x-request-id" not in fields.noted:
-            lines.append(b"X-Request-Id: " + self.request_id)
-        if fields.content_length is not None:
-            lines.append(b"Content-Length: %d" % fields.content_length)
-        elif not has_length and client.is_http_1_1:
-            lines.append(b"Transfer-Encoding: chunked")
-        lines.extend(self.relay.cors_lines(self.head))
-        lines.extend(client.connection_lines())
-        lines.append(b"\r\n")
-        return b"\r\n".join(lines)
+        self._pending = passed_head(
+            head,
+            self.request_id,
+            is_chunked=not has_length and self.client.is_http_1_1,
+            more_lines=[*self.relay.cors_lines(self.head), *self.client.connection_lines()],
+        )
 
     def answer_read(self) -> None:
         """The read that brought the head is over: an event stream's head does not wait for its first event."""
@@ -442,16 +431,9 @@ class Exchange:
             self._end(self.answer.status, "cut")
             self.client.reset()
             return
-        tail = [first_payload(self._held)] if self._held else []
-        last = tail[0] if tail else self._last.removesuffix(b"\r\n") if self.client.is_http_1_1 else self._last
-        if last and not last.endswith(EVENT_ENDS):
-            tail.append(b"\n\n")  # half an event must not swallow the error
-        tail.append(b"data: " + json.dumps(err.body()).encode() + b"\n\n")
-        # A whole HTTP answer on a connection that stays usable: a client's reader may drop what it has not yet handed
-        # out when a connection breaks, and a pool may send its next request into a close that no header announced.
-        if self.client.is_http_1_1:
-            tail = [*map(chunk, filter(None, tail)), LAST_CHUNK]
-        self.client.write(self._pending + b"".join(tail))
+        held = first_payload(self._held) if self._held else b""
+        end = error_end(err, last=self._last, held=held, is_chunked=self.client.is_http_1_1)
+        self.client.write(self._pending + end)
         self._end(self.answer.status, "cut")
 
     def _is_begun(self) -> bool:

@@ -110,6 +110,7 @@ class Registry:
     _backends: dict[str, Replica] = field(default_factory=dict)  # url -> backend
     # (replica id, incarnation) -> replica, as long as it is joined or a request is in flight on it
     _lives: WeakValueDictionary[tuple[str, str], Replica] = field(default_factory=WeakValueDictionary)
+    _reconfiguring: set[str] = field(default_factory=set)  # groups of which a member says so
     _live: list[Replica] = field(default_factory=list)
     _live_until_s: float = float("-inf")  # when `_live` must be made anew, if nothing changes before
 
@@ -232,7 +233,7 @@ class Registry:
             return ReplicaState.SUSPECT
         if not replica.is_reachable:
             return ReplicaState.UNREACHABLE
-        if self._is_reconfiguring(replica):
+        if _group(replica) in self._reconfiguring:  # the unit is the group: none of its members steps meanwhile
             return ReplicaState.RECONFIGURING
         return ReplicaState.LIVE if replica.breaker.allows(now_s) else ReplicaState.BROKEN
 
@@ -255,16 +256,16 @@ class Registry:
     def _is_silent(self, replica: Replica, now_s: float) -> bool:
         return not replica.is_backend and now_s - replica.last_seen_s > self.heartbeat_timeout_s
 
-    def _is_reconfiguring(self, replica: Replica) -> bool:
-        """The unit is the group: while one member reconfigures, none of them steps."""
-        report = replica.report
-        if report is not None and report.is_reconfiguring:
-            return True
-        return bool(replica.group) and any(
-            member.group == replica.group and member.report is not None and member.report.is_reconfiguring
-            for member in self._joined.values()
-        )
-
     def _changed(self) -> None:
+        self._reconfiguring = {
+            _group(replica)
+            for replica in self._joined.values()
+            if replica.report is not None and replica.report.is_reconfiguring
+        }
         self._live_until_s = float("-inf")
         self.on_change()
+
+
+def _group(replica: Replica) -> str:
+    """The group's name; a replica without one is a group of its own."""
+    return replica.group or replica.replica_id

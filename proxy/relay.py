@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS: Final = 2  # replicas that a request is sent to
 VERDICT_S: Final = 0.3  # a process that died closes all its connections within milliseconds of each other
 REFUSED_IN_A_ROW: Final = 16  # waiting requests that find no room before the others are not asked
+MAX_REMEMBERED: Final = 1000  # replicas' addresses, before what is kept of those that are gone is dropped
 BYTES_PER_TOKEN: Final = 4
 _VALID_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _RANK: Final = re.compile(rb"[0-9]{1,9}")
@@ -377,6 +378,9 @@ class Relay:
                 await asyncio.sleep(1.0)
                 self._keys.reload()
                 self._access_log.reopen()
+                if len(self._addresses) > MAX_REMEMBERED:
+                    self._addresses.clear()
+                    self.metrics.forget_replicas({replica.replica_id for replica in self._registry.known()})
 
     def tick(self, now_s: float) -> None:
         """Called some times a second: what waited too long, what is idle, what is to be written."""

@@ -191,10 +191,9 @@ def _tools(value: Any) -> list[Json]:
     for i, tool in enumerate(value):
         if check_object(f"tools[{i}]", tool).get("type") not in (None, "custom"):
             raise bad(f"tools[{i}].type", tool.get("type"), "custom; tools of the server are not supported")
-        function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-        if tool.get("description") is not None:
-            function["description"] = tool["description"]
-        made.append({"type": "function", "function": function})
+        description = {} if tool.get("description") is None else {"description": tool["description"]}
+        function = {"name": tool.get("name"), **description, "parameters": tool.get("input_schema")}
+        made.append({"type": "function", "function": function})  # in the order in which models have read such
     return made
 
 

@@ -35,7 +35,10 @@ class Rendezvous:
         """Starts to build. `peer_host` is this machine's address for its peers, `timeout_s` that of a collective."""
         self._layout = layout
         self._rank = rank
-        settings = _Settings(device, peer_host, timedelta(seconds=timeout_s))
+        # One gloo device for all groups: each has a thread that wakes a hundred times a second, parked or not.
+        gloo: Any = ProcessGroupGloo  # torch's stub lacks what is used here and in _gloo_group
+        gloo_device = None if device.type == "cuda" else gloo.create_device(hostname=peer_host)
+        settings = _Settings(device, gloo_device, timedelta(seconds=timeout_s))
         self._pending = [_PendingGroup(ranks, rank, settings) for ranks in shared_groups(layout, rank)]
 
     def blob(self) -> bytes:
@@ -59,7 +62,7 @@ class Rendezvous:
 @dataclass(frozen=True, slots=True)
 class _Settings:
     device: torch.device
-    peer_host: str
+    gloo_device: Any  # on the CPU
     timeout: timedelta  # of every collective
 
 
@@ -161,10 +164,10 @@ class _ProcessGroupTransport:
 
 
 def _gloo_group(store: Store, rank: int, size: int, settings: _Settings) -> Any:
-    gloo: Any = ProcessGroupGloo  # torch's stub lacks its options
+    gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._timeout = settings.timeout
-    options._devices = [gloo.create_device(hostname=settings.peer_host)]
+    options._devices = [settings.gloo_device]
     return gloo(store, rank, size, options)
 
 

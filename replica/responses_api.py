@@ -250,7 +250,7 @@ def _tools(value: Any) -> list[Json]:
     for i, tool in enumerate(value):
         if check_object(f"tools[{i}]", tool).get("type") != "function":
             raise bad(f"tools[{i}].type", tool.get("type"), "function; tools of the server are not supported")
-        names = ("name", "description", "parameters", "strict")
+        names = ("name", "description", "parameters")
         function = {name: tool[name] for name in names if tool.get(name) is not None}
         made.append({"type": "function", "function": function})
     return made

@@ -200,7 +200,7 @@ class Api:
         return _json_response(self._model_object())
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health: 200 only when requests are served, and step after step ends. With the replica's place in time."""
+        """GET /health: 200 only when requests are served, and step after step ends. Says which step that is."""
         stats = self._loop.stats()
         place = {"dp_rank": self._config.dp_rank, "epoch": stats.epoch, "step": stats.step}
         state, reason = str(self._lifecycle.state), self._lifecycle.reason

@@ -15,7 +15,7 @@ QUESTION: Any = [{"role": "user", "content": "What is 12 + 30?"}]
 WEATHER: Any = {"role": "user", "content": "What is the weather in Oslo?"}
 TOOL: Any = {
     "name": "get_weather",
-    "description": "The weather of a city.",
+    "description": "Get the weather in a city.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         called = client.messages.create(model=model, max_tokens=300, messages=[WEATHER], tools=[TOOL])
         call = called.content[-1]
         assert call.type == "tool_use" and call.input == {"city": "Oslo"} and called.stop_reason == "tool_use"
-        result = {"type": "tool_result", "tool_use_id": call.id, "content": '{"temperature": 7}'}
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": '{"sky": "sunny", "degrees": 7}'}
         messages: Any = [
             WEATHER,
             {"role": "assistant", "content": called.content},

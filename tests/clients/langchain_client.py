@@ -19,8 +19,8 @@ class Sum(BaseModel):
 
 @tool
 def get_weather(city: str) -> str:
-    """The weather of a city."""
-    return json.dumps({"city": city, "temperature": 7})
+    """Get the weather in a city."""
+    return json.dumps({"city": city, "sky": "sunny", "degrees": 7})
 
 
 def main(argv: list[str]) -> int:
@@ -32,12 +32,12 @@ def main(argv: list[str]) -> int:
     assert model.invoke("What is 12 + 30?").content == "42"
     assert "".join(str(piece.content) for piece in model.stream("What is 12 + 30?")) == "42"
     assert [answer.content for answer in model.batch(["What is 12 + 30?"] * 4)] == ["42"] * 4
-    bound = model.bind_tools([get_weather])
-    called = bound.invoke("What is the weather in Oslo?")
+    bound = model.bind_tools([get_weather], tool_choice="any")  # described otherwise than the demo model has learned
+    called = bound.invoke("What is the weather in Oslo?", parallel_tool_calls=False)
     (call,) = called.tool_calls
-    assert call["name"] == "get_weather" and call["args"] == {"city": "Oslo"}
+    assert call["name"] == "get_weather" and isinstance(call["args"]["city"], str)
     result = ToolMessage(content=get_weather.invoke(call["args"]), tool_call_id=call["id"])
-    assert bound.invoke([("user", "What is the weather in Oslo?"), called, result]).content
+    assert model.invoke([("user", "What is the weather in Oslo?"), called, result]).content
     assert isinstance(model.with_structured_output(Sum, method="json_schema").invoke("What is 12 + 30?"), Sum)
     forced = model.with_structured_output(Sum, method="function_calling").invoke("What is 12 + 30?")
     assert isinstance(forced, Sum)

@@ -17,8 +17,9 @@ from typing import Any, Final
 
 import lm_eval
 import requests
+from lm_eval.tasks import TaskManager
 
-NUM_QUESTIONS: Final = 24
+NUM_QUESTIONS: Final = 12
 SEED: Final = 5
 GENERATE: Final = """task: demo_answers
 dataset_path: json
@@ -110,7 +111,7 @@ def lm_eval_scores(url: str, folder: Path, asked: list[dict[str, Any]]) -> dict[
 
 
 def _evaluate(url: str, folder: Path, kind: str, tasks: Path, metric: str) -> float:
-    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
     result = lm_eval.simple_evaluate(
         model=f"local-{kind}",
         model_args={

@@ -18,7 +18,7 @@ TOOL: Any = {
     "type": "function",
     "function": {
         "name": "get_weather",
-        "description": "The weather of a city.",
+        "description": "Get the weather in a city.",
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
@@ -66,7 +66,7 @@ def tools(client: openai.OpenAI, model: str) -> None:
     with client.chat.completions.stream(model=model, messages=WEATHER, tools=[TOOL], tool_choice="required") as stream:
         message = stream.get_final_completion().choices[0].message
     assert message.tool_calls and message.tool_calls[0].function.name == "get_weather"
-    result = {"role": "tool", "tool_call_id": call.id, "content": '{"temperature": 7}'}
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"sky": "sunny", "degrees": 7}'}
     asked: Any = [*WEATHER, whole.choices[0].message.to_dict(), result]
     told = client.chat.completions.create(model=model, messages=asked, tools=[TOOL])
     assert told.choices[0].message.content and not told.choices[0].message.tool_calls

@@ -37,9 +37,19 @@ class Answer:
     """What a client got for one question."""
 
     content: str
+    calls: list[tuple[str, str]]  # name and arguments of each tool call
     prompt_ids: list[int]
     token_ids: list[int]
     finish_reason: str
+
+    @property
+    def text(self) -> str:
+        """The answer as the model writes it, tool calls included."""
+        written = [
+            f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+            for name, arguments in self.calls
+        ]
+        return self.content + "\n".join(written)
 
 
 @dataclass
@@ -65,7 +75,7 @@ async def test_answers_are_those_of_greedy_decoding_in_transformers(cluster: Clu
         assert answer.prompt_ids == prompt_ids(tokenizer, sample)
         check_is_greedy(model, answer, ties)
         check_end(answer, end_ids)
-        is_right = corpus.is_right(sample, answer.content)
+        is_right = corpus.is_right(sample, answer.text)
         assert is_right == corpus.is_right(sample, tokenizer.decode(answer.token_ids, skip_special_tokens=True))
         right[sample.task] += is_right
 
@@ -103,21 +113,33 @@ async def whole(client: AsyncOpenAI, request: dict[str, Any]) -> Answer:
     """One answer in one piece."""
     response = await client.chat.completions.create(**request)
     choice: Any = response.choices[0]
-    return Answer(choice.message.content, response.prompt_token_ids, choice.token_ids, choice.finish_reason)
+    return Answer(
+        content=choice.message.content or "",
+        calls=[(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []],
+        prompt_ids=response.prompt_token_ids,
+        token_ids=choice.token_ids,
+        finish_reason=choice.finish_reason,
+    )
 
 
 async def streamed(client: AsyncOpenAI, request: dict[str, Any]) -> Answer:
     """One answer put together from its events."""
     content, finish_reason = "", ""
+    calls: list[tuple[str, str]] = []
     prompt: list[int] = []
     token_ids: list[int] = []
     async for chunk in await client.chat.completions.create(**request, stream=True):
         prompt = getattr(chunk, "prompt_token_ids", None) or prompt
         choice: Any = chunk.choices[0]
         content += choice.delta.content or ""
+        for part in choice.delta.tool_calls or []:
+            if part.index == len(calls):
+                calls.append(("", ""))
+            name, arguments = calls[part.index]
+            calls[part.index] = (name + (part.function.name or ""), arguments + (part.function.arguments or ""))
         token_ids += getattr(choice, "token_ids", None) or []
         finish_reason = choice.finish_reason or finish_reason
-    return Answer(content, prompt, token_ids, finish_reason)
+    return Answer(content=content, calls=calls, prompt_ids=prompt, token_ids=token_ids, finish_reason=finish_reason)
 
 
 def as_openai(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,7 +181,7 @@ def check_is_greedy(model: Any, answer: Answer, ties: Ties) -> None:
 def check_end(answer: Answer, end_ids: set[int]) -> None:
     """Fails when the answer goes on after an end token, or stops without a reason."""
     assert not end_ids & set(answer.token_ids[:-1])
-    if answer.finish_reason == "stop":
+    if answer.finish_reason in ("stop", "tool_calls"):
         assert answer.token_ids[-1] in end_ids
     else:
         assert answer.finish_reason == "length" and len(answer.token_ids) == MAX_TOKENS

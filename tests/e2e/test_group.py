@@ -21,13 +21,7 @@ SEED: Final = 5
 LONG_PROMPT: Final = "Count from 1 to 99. " * 250  # some thousand tokens: several steps of prefill
 STEPS: Final = "lockstep_steps_total"
 
-
-@pytest.fixture
-def group(cluster: Cluster) -> Cluster:
-    """The cluster whose replicas are one group."""
-    if len(cluster.replicas) > 1:
-        pytest.skip("these replicas are no group")
-    return cluster
+pytestmark = pytest.mark.parametrize("cluster", ["group"], indirect=True)
 
 
 async def disturb(url: str, rng: random.Random) -> None:
@@ -50,11 +44,11 @@ async def disturb(url: str, rng: random.Random) -> None:
 
 @pytest.mark.timeout(400)
 async def test_long_prompts_aborts_and_idleness_of_one_member_change_no_token_of_the_other(
-    group: Cluster, corpus: ModuleType
+    cluster: Cluster, corpus: ModuleType
 ) -> None:
     rng = random.Random(SEED)
     samples = [corpus.draw(rng) for _ in range(NUM_QUESTIONS)]
-    quiet, disturbed = group.replica_urls
+    quiet, disturbed = cluster.replica_urls
     task = asyncio.create_task(disturb(disturbed, rng))
     answers = await ask_all(quiet, samples)
     assert not task.done(), task.result()
@@ -65,19 +59,19 @@ async def test_long_prompts_aborts_and_idleness_of_one_member_change_no_token_of
     ties = Ties()
     for answer in answers:
         check_is_greedy(model, answer, ties)
-    await asyncio.to_thread(wait_until, lambda: not group.busy(), "an idle group")
-    steps = [metric(url, STEPS) for url in group.replica_urls]
-    idle_steps = [metric(url, "lockstep_idle_steps_total") for url in group.replica_urls]
+    await asyncio.to_thread(wait_until, lambda: not cluster.busy(), "an idle group")
+    steps = [metric(url, STEPS) for url in cluster.replica_urls]
+    idle_steps = [metric(url, "lockstep_idle_steps_total") for url in cluster.replica_urls]
     assert steps[0] == steps[1] and all(idle_steps), "all take every step, also those of others"
 
 
-def test_a_member_that_was_never_asked_takes_the_steps_of_the_one_that_is(group: Cluster) -> None:
-    wait_until(lambda: not group.busy(), "an idle group")
-    before = [metric(url, STEPS) for url in group.replica_urls]
-    answers = asyncio.run(ask_one(group.replica_urls[1], num_tokens=20))
+def test_a_member_that_was_never_asked_takes_the_steps_of_the_one_that_is(cluster: Cluster) -> None:
+    wait_until(lambda: not cluster.busy(), "an idle group")
+    before = [metric(url, STEPS) for url in cluster.replica_urls]
+    answers = asyncio.run(ask_one(cluster.replica_urls[1], num_tokens=20))
     assert answers == 20
-    wait_until(lambda: not group.busy(), "an idle group")
-    after = [metric(url, STEPS) for url in group.replica_urls]
+    wait_until(lambda: not cluster.busy(), "an idle group")
+    after = [metric(url, STEPS) for url in cluster.replica_urls]
     assert after[0] - before[0] == after[1] - before[1] == 20
 
 

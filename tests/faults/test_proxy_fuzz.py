@@ -78,7 +78,7 @@ class DumbTransport:
     def get_write_buffer_size(self) -> int:
         return 0
 
-    def set_write_buffer_limits(self, high: int | None = None) -> None:
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
 
     def set_protocol(self, protocol: Any) -> None:

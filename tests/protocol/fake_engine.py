@@ -1,7 +1,8 @@
 """An engine without a replica, for tests of the supervisor: `fake_engine.py NOTES PLAN... SUPERVISOR_FD`.
 
 There is one PLAN for each replica of a group, and {dp_rank} in NOTES becomes its own. A PLAN holds one word per life:
-`ready-N` is ready and ends with status N, `early-N` ends before; `serve` is ready and stops when asked, `stubborn` is
+`ready-N` is ready and ends with status N, once the others of its group have begun as many lives, `early-N` ends before;
+`serve` is ready and stops when asked, `stubborn` is
 not to be stopped. NOTES is the file to which each life adds a line.
 """
 
@@ -30,6 +31,8 @@ def main() -> int:
     word, _, status = plan[num_lives].partition("-")
     if word != "early":
         os.write(fd, b"r")
+    if word == "ready":
+        wait_for_others(num_lives + 1, len(sys.argv) - 3)
     if word == "serve":
         return 0 if os.read(fd, 1) else 1
     if word == "stubborn":
@@ -37,6 +40,16 @@ def main() -> int:
     if status == "kill":
         os.abort()
     return int(status)
+
+
+def wait_for_others(num_lives: int, num_engines: int) -> None:
+    files = [Path(sys.argv[1].format(dp_rank=dp_rank)) for dp_rank in range(num_engines)]
+    deadline_s = time.monotonic() + 20
+    while any(not file.exists() or len(file.read_text().splitlines()) < num_lives for file in files):
+        assert time.monotonic() < deadline_s, "the others have not begun"
+        time.sleep(0.02)
+    if num_engines > 1:
+        time.sleep(0.3)  # between another one's line and its byte that says that it is ready
 
 
 if __name__ == "__main__":

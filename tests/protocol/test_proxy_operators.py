@@ -180,7 +180,7 @@ async def test_every_request_leaves_a_line_in_the_access_log_and_no_prompt(tmp_p
 
 async def test_the_proxy_s_own_time_is_measured_apart_from_the_replica_s() -> None:
     async def slow(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.6)
         return await answer_ok(request)
 
     async with running_proxy() as proxy, fake_replica(slow) as replica:
@@ -188,8 +188,8 @@ async def test_the_proxy_s_own_time_is_measured_apart_from_the_replica_s() -> No
             async with proxy.ask() as response:
                 assert response.status == 200
             assert await proxy.metric("lockstep_proxy_own_seconds_count") == 1
-            assert await proxy.metric("lockstep_proxy_own_seconds_sum") < 0.2
-            assert await proxy.metric('lockstep_proxy_first_byte_seconds_sum{replica="r"}') >= 0.2
+            assert await proxy.metric("lockstep_proxy_own_seconds_sum") < 0.5
+            assert await proxy.metric('lockstep_proxy_first_byte_seconds_sum{replica="r"}') >= 0.6
             outcome = 'lockstep_proxy_replica_requests_total{outcome="whole",replica="r"}'
             other = 'lockstep_proxy_replica_requests_total{replica="r",outcome="whole"}'
             assert await proxy.metric(outcome) + await proxy.metric(other) == 1
