@@ -101,7 +101,8 @@ class Choice:
 
     def close(self) -> None:
         """To be called once, when nobody reads the choice any more."""
-        self._times.end(self.finish_reason or FinishReason.ABORT)
+        reason = FinishReason.STOP if self.finish_reason == TOOL_CALLS else self.finish_reason
+        self._times.end(reason or FinishReason.ABORT)
 
     def _add(self, delta: Delta, text: str, *, num_tokens: int) -> None:
         self.num_tokens += num_tokens

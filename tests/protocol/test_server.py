@@ -198,6 +198,14 @@ async def test_metrics_follow_requests(session: ClientSession) -> None:
     assert found[f"vllm:time_to_first_token_seconds_count{{{labels}}}"] == 3
     assert found[f"vllm:e2e_request_latency_seconds_count{{{labels}}}"] == 3
     assert found[f"vllm:request_time_per_output_token_seconds_count{{{labels}}}"] == 2
+    for name in ("queue_time_seconds", "prefill_time_seconds", "decode_time_seconds", "inference_time_seconds"):
+        assert found[f"vllm:request_{name}_count{{{labels}}}"] == 3
+    for name in ("prompt_tokens", "generation_tokens", "params_n", "params_max_tokens"):
+        assert found[f"vllm:request_{name}_count{{{labels}}}"] == 3
+    assert found[f"vllm:inter_token_latency_seconds_count{{{labels}}}"] == 2 * (len(loop.script) - 1)
+    assert found[f"vllm:kv_cache_usage_perc{{{labels}}}"] == 0
+    waiting = 'vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny-moe",reason="capacity"}'
+    assert found[waiting] == found[f"vllm:num_requests_waiting{{{labels}}}"] == 0
     assert found[f"lockstep_steps_total{{{labels}}}"] == loop.num_steps
     http = 'lockstep_http_requests_total{engine="0",model_name="tiny-moe",path="%s",status="%d"}'
     assert found[http % (CHAT, 200)] == 3 and found[http % (CHAT, 400)] == 1 and found[http % ("", 404)] == 1

@@ -216,3 +216,22 @@ def test_checkpoint_without_a_template_has_none(tmp_path: Path) -> None:
 def test_broken_template_is_a_checkpoint_error(tmp_path: Path, chat_template: Any) -> None:
     with pytest.raises(CheckpointError, match=r"chat_template|chat template 'default', line 1"):
         ChatTemplate.load(checkpoint(tmp_path, chat_template=chat_template))
+
+
+@pytest.mark.parametrize("content", ["It is ", "It is", " \n It is\n", "x CONTINUE_FINAL_MESSAGE_TAG y"])
+@pytest.mark.parametrize("name", ["demo", "qwen3"])
+def test_last_message_is_continued_as_in_transformers(name: str, content: str) -> None:
+    reference = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    messages = [user("What is 1 + 2?"), {"role": "assistant", "content": content}]
+    expected = reference.apply_chat_template(
+        messages, chat_template=SOURCES[name], tokenize=False, continue_final_message=True
+    )
+    template = ChatTemplate.compile({"default": SOURCES[name]}, SPECIAL_TOKENS)
+    rendered = template.render(messages, add_generation_prompt=False, continue_final_message=True, max_chars=MAX_CHARS)
+    assert rendered == expected
+
+
+def test_message_that_the_template_does_not_show_cannot_be_continued() -> None:
+    template = ChatTemplate.compile({"default": "nothing"}, {})
+    with pytest.raises(BadRequest, match="does not show the last message"):
+        template.render([user("hi")], continue_final_message=True, max_chars=MAX_CHARS)
