@@ -13,7 +13,8 @@ export TRITON_DEFAULT_FP_FUSION := 1
 # Tests start several processes, and two threads that contend for one core cost more than the second one brings.
 TEST := OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/pytest
 
-.PHONY: setup serve test check format lint types unit protocol kernels aot faults e2e layouts soak gpu bench bench-proxy bench-proxy-peers fuzz-proxy fuzz clients
+.PHONY: setup serve test check format lint types unit protocol kernels kernels-short aot faults e2e gpu \
+	bench bench-lockstep bench-proxy bench-proxy-peers layouts soak fuzz fuzz-proxy clients
 .NOTPARALLEL:
 
 setup: $(SETUP)
@@ -28,7 +29,7 @@ $(SETUP): $(REQUIREMENTS) pyproject.toml
 serve: setup
 	@$(BIN)/python -m deploy.serve_demo --port $(PORT)
 
-test: unit protocol kernels faults e2e
+test: unit protocol kernels-short faults e2e
 
 check: lint types unit protocol
 
@@ -53,6 +54,10 @@ protocol: setup
 kernels: setup
 	TRITON_INTERPRET=1 $(TEST) -n 2 tests/kernels
 
+# Without the slowest cases.
+kernels-short: setup
+	TRITON_INTERPRET=1 $(TEST) -n 2 -m "not long" tests/kernels
+
 aot: setup
 	$(BIN)/python -m kernels.aot
 
@@ -66,9 +71,11 @@ e2e: setup
 gpu: setup
 	$(BIN)/python -m tests.kernels.gpu_check
 
-bench: setup
+# One step's agreement beside gloo and Redis. Tables, then JSON as the last line.
+bench bench-lockstep: setup
 	$(BIN)/python tests/bench/lockstep.py
 
+# Every layout of 1 to 8 ranks gives the answers of one rank; minutes.
 layouts: setup
 	$(TEST) -n 2 -rP tests/layouts
 

@@ -80,13 +80,13 @@ class Member:
         collectives: Callable[[], tuple[int, ...]],
     ) -> None:
         self.step = 0  # the next that `released` returns
+        self.epoch = 0  # that of the Welcome, once it has come
         self._hello = hello
         self._address = (host, port)
         self._secret = checked_secret(secret)
         self._startup_deadline_s = startup_deadline_s
         self._silence_s = silence_s
         self._collectives = collectives
-        self._epoch = 0
         self._socket: socket.socket | None = None
         self._frames = FrameBuffer(MAX_FRAME_BYTES)
         self._challenge: Challenge | None = None
@@ -132,12 +132,12 @@ class Member:
         self._watch_master()
         while self._welcome is None:
             await self._change()
-        self._epoch = self._welcome.epoch
+        self.epoch = self._welcome.epoch
         return self._welcome
 
     async def ready(self, blob: bytes) -> Go:
         """Says that this member could step, and waits until all could. Raises GroupFailed or MasterLost."""
-        self._send(Ready(epoch=self._epoch, blob=blob))
+        self._send(Ready(epoch=self.epoch, blob=blob))
         while self._go is None:
             await self._change()
         return self._go
@@ -175,11 +175,11 @@ class Member:
         """All ranks have reported `step`: its batch is committed. In order, each released step once."""
         assert self._done + 1 == step < self.step
         self._done = step
-        self._send(Done(epoch=self._epoch, step=step))
+        self._send(Done(epoch=self.epoch, step=step))
 
     def fault(self, step: int, what: str) -> None:
         """A collective of `step` raised. The verdict comes as an error from `released`."""
-        self._send(Fault(epoch=self._epoch, step=step, what=what[:MAX_FAULT_CHARS]))
+        self._send(Fault(epoch=self.epoch, step=step, what=what[:MAX_FAULT_CHARS]))
 
     async def failed(self) -> None:
         """Waits for the error that ends this membership and raises it, for who waits for something else meanwhile."""
@@ -314,7 +314,7 @@ class Member:
         decode_tokens, prefill_tokens = self._arrival
         self._send(
             Arrive(
-                epoch=self._epoch,
+                epoch=self.epoch,
                 step=self.step,
                 decode_tokens=decode_tokens,
                 prefill_tokens=prefill_tokens,
@@ -341,4 +341,4 @@ class Member:
 
     def _beat(self) -> None:
         while not self._closing.wait(BEAT_INTERVAL_S):
-            self._send(Beat(epoch=self._epoch, step=self.step, collectives=self._collectives()))
+            self._send(Beat(epoch=self.epoch, step=self.step, collectives=self._collectives()))

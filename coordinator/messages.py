@@ -37,7 +37,6 @@ MAX_INT: Final = 2**63 - 1
 BEAT_INTERVAL_S: Final = 0.25
 
 # Commands are names that mean something to the members. The clock itself knows one of them.
-DRAIN: Final = "drain"  # take no new requests, finish the running ones
 STOP: Final = "stop"  # the step that carries it is the group's last; members leave after it
 
 
@@ -132,20 +131,10 @@ class Release:
         """Tokens of each member in this step."""
         return tuple(d + p for d, p in zip(self.decode_tokens, self.prefill_tokens, strict=True))
 
-    @property
-    def runs_prefill(self) -> bool:
-        """The step's mode: False is a step of decodes only."""
-        return any(self.prefill_tokens)
-
-    @property
-    def padded_tokens(self) -> int:
-        """The rows to which each member pads where sizes must be equal; 1 at least, so there is always one to send."""
-        return max(1, *self.tokens)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """All ranks of the member have reported `step`."""
+    """All ranks of the member have reported `step`: its batch is committed."""
 
     epoch: int
     step: int

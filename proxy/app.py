@@ -37,6 +37,7 @@ class Proxy:
     """The parts of one proxy that serve.py runs."""
 
     app: web.Application  # everything but inference
+    registry: Registry
     relay: Relay
     backends: Backends
     strangers: StrangerLog
@@ -89,4 +90,4 @@ def build(
     )
     for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH"):  # POST is the data path's
         app.router.add_route(method, INFERENCE, handlers.only_post)
-    return Proxy(app=app, relay=relay, backends=backends, strangers=strangers)
+    return Proxy(app=app, registry=registry, relay=relay, backends=backends, strangers=strangers)

@@ -70,7 +70,7 @@ class Backends:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 async with self._session.get(f"{url}/terminate", headers=self._headers()) as response:
                     return f"answered {response.status}"
-        except (TimeoutError, aiohttp.ClientError, OSError) as err:
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as err:
             return str(err) or "no answer"
 
     async def _watch(self, backend: Replica, session: aiohttp.ClientSession) -> None:
@@ -95,7 +95,7 @@ class Backends:
         except TimeoutError:
             self._registry.probe_failed(backend)
             return f"no answer within {self._config.probe_timeout_s:g} s"
-        except (ProbeFailed, aiohttp.ClientError, OSError) as err:
+        except (ProbeFailed, aiohttp.ClientError, OSError, ValueError) as err:  # ValueError: a host that is no name
             self._registry.probe_failed(backend)
             return str(err) or repr(err)
         self._registry.probe_succeeded(backend, models, now_s=self._clock())

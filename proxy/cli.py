@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any, Final, NoReturn
 
 from proxy.config import ProxyConfig, flag
@@ -25,37 +25,17 @@ EXIT_STOPPED: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 
-OPTIONS: Final[dict[str, str]] = {
-    "host": "address to listen on; anything but loopback needs --proxy-token",
-    "port": "port to listen on; 0 picks a free one and logs it",
-    "api_key": "key that clients must send as a bearer token, and that replicas get from them (or LOCKSTEP_API_KEY)",
-    "api_key_file": "TOML file of more keys, with names and limits of their own; read again when it changes",
-    "proxy_token": "token that replicas and operators must show (or LOCKSTEP_PROXY_TOKEN)",
-    "tls_cert": "PEM file of the certificate chain; clients and replicas then speak TLS",
-    "tls_key": "PEM file of the certificate's key",
-    "routing": "which replica gets a request: least-load, round-robin, power-of-two, prefix, session, "
-    "expected-latency or random",
-    "session_header": "header that names a client's session, for --routing session",
-    "access_log": "file that gets a line of JSON per inference request, without its prompt",
-    "max_requests": "requests under way at once; more wait",
-    "max_tokens": "tokens of the prompts under way at once, as their bytes / 4; 0 is no limit",
-    "max_replica_requests": "requests under way at once on one replica",
-    "max_replica_tokens": "tokens of the prompts under way at once on one replica; 0 is no limit",
-    "max_waiting": "requests that wait at once; more are refused",
-    "queue_timeout_s": "seconds that a request waits at the most before it is refused",
-    "journal_kb": "KiB of each stream's sent events that are kept until it ends; 0 keeps none",
-    "max_body_mb": "MiB of one request's body",
-    "connect_timeout_s": "seconds to connect to a replica; then another is tried",
-    "first_byte_timeout_s": "seconds until a replica's answer begins; if it does not stream, until it ends",
-    "between_bytes_timeout_s": "seconds that an answer may be silent once it has begun",
-    "client_timeout_s": "seconds that a client may take to send its request, or read nothing of its answer",
-    "heartbeat_timeout_s": "seconds of silence after which a replica gets no new requests",
-    "probe_interval_s": "seconds between two looks at a --backend",
-    "probe_timeout_s": "seconds that one look at a --backend may take",
-    "drain_timeout_s": "seconds that running requests may go on after SIGTERM; a second SIGTERM stops at once",
-}
-LISTS: Final = ("backends", "cors_origins")
 SECRETS: Final = {"api_key": "LOCKSTEP_API_KEY", "proxy_token": "LOCKSTEP_PROXY_TOKEN"}
+UNITS: Final = {"s": "SECONDS", "kb": "KIB", "mb": "MIB"}  # by an option's last word
+METAVARS: Final = {
+    "host": "ADDRESS",
+    "backend": "URL",
+    "tls_cert": "FILE",
+    "tls_key": "FILE",
+    "access_log": "FILE",
+    "routing": "POLICY",
+    "max_waiting": "REQUESTS",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,32 +46,50 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every option is a field of ProxyConfig, and takes its default from there."""
-    parser = _Parser(prog="proxy", description="The HTTP front door: spreads OpenAI-API requests over replicas.")
+    """Every option is a field of ProxyConfig, and takes its default and its help from there."""
+    parser = _Parser(
+        prog="proxy",
+        description="The HTTP front door: spreads OpenAI-API requests over replicas.",
+        allow_abbrev=False,  # an abbreviation that works today is ambiguous when the next option comes
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser("serve", help="listen for clients and replicas")
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(ProxyConfig)}
-    for name, help_text in OPTIONS.items():
-        shown = help_text if name in SECRETS else f"{help_text} (default: %(default)s)"
-        default = os.environ.get(SECRETS[name], "") if name in SECRETS else defaults[name]
-        command.add_argument(flag(name), type=type(defaults[name]), default=default, metavar="VALUE", help=shown)
-    command.add_argument(
-        "--backend",
-        dest="backends",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="root of another OpenAI-compatible server to spread requests over; may be given several times",
-    )
-    command.add_argument(
-        "--cors-origin",
-        dest="cors_origins",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="origin whose web pages may use this proxy, or * for all; may be given several times",
-    )
+    command = commands.add_parser("serve", help="listen for clients and replicas", allow_abbrev=False)
+    for setting in fields(ProxyConfig):
+        _add_option(command, setting)
     return parser
+
+
+def _add_option(command: argparse.ArgumentParser, setting: Field[Any]) -> None:
+    name = setting.metadata["name"] or setting.name
+    help_text = setting.metadata["help"]
+    if isinstance(setting.default, tuple):
+        command.add_argument(
+            flag(name), dest=setting.name, action="append", default=[], metavar=_metavar(name), help=help_text
+        )
+    elif setting.metadata["is_secret"]:
+        variable = SECRETS[setting.name]
+        command.add_argument(
+            flag(name),
+            default=os.environ.get(variable, ""),
+            metavar=_metavar(name),
+            help=f"{help_text}; better set in the environment as {variable}: `ps` shows command lines to everybody",
+        )
+    else:
+        command.add_argument(
+            flag(name),
+            type=type(setting.default),
+            default=setting.default,
+            metavar=_metavar(name),
+            help=f"{help_text} (default: %(default)s)" if setting.default != "" else help_text,
+        )
+
+
+def _metavar(name: str) -> str:
+    """What the help shows for an option's value: its unit, or what it is."""
+    if name in METAVARS:
+        return METAVARS[name]
+    last_word = name.rpartition("_")[2]
+    return UNITS.get(last_word, last_word.upper())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,9 +98,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = vars(build_parser().parse_args(argv))
         del settings["command"]
-        for name in LISTS:
+        for name in ("backends", "cors_origins"):
             settings[name] = tuple(settings[name])
         config = ProxyConfig(**settings)
+        if (config.api_key or config.api_key_file) and not config.proxy_token:
+            logger.warning(
+                "API keys without a proxy token: any process on this machine can join as a replica and read "
+                "requests and keys; set %s here and at the replicas",
+                SECRETS["proxy_token"],
+            )
         resources = open_resources(config)
         listener = bind(config)
     except ConfigError as err:

@@ -14,6 +14,7 @@ import time
 import uuid
 from asyncio import Transport
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Final
 
 from aiohttp import WSMsgType, web
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CONTROL_CONNECTIONS: Final = 1024
 SILENCES_TO_CLOSE: Final = 10  # heartbeat timeouts; a line silent for so long is cut, so that the replica dials anew
+MAX_HELLO_CHARS: Final = 256  # of each text in a Hello
 MAX_REASON_CHARS: Final = 1000  # of a Refused; it may quote what the peer sent
 CLOSE_TIMEOUT_S: Final = 1.0  # to say goodbye to a peer that may be frozen
 
@@ -108,7 +110,7 @@ class ControlConnections:
                 case LoadReport():
                     self._registry.report(connection_id, message, now_s=self._clock())
                 case Leaving():
-                    logger.info("replica leaving replica_id=%s reason=%r", hello.replica_id, message.reason)
+                    logger.info("replica leaving replica_id=%r reason=%.200r", hello.replica_id, message.reason)
                     self._registry.leaving(connection_id)
                 case _:
                     raise ProtocolError(f"a replica does not send {type(message).__name__} here")
@@ -116,17 +118,16 @@ class ControlConnections:
     def _join(self, hello: Hello, connection_id: int) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise JoinRefused(f"protocol version is {hello.version}, this proxy speaks {PROTOCOL_VERSION}")
+        _check_texts(hello)
         if not is_http_url(hello.url):
             raise JoinRefused(f"url {hello.url!r} is not an address to send requests to (--advertise-url)")
-        if not (hello.replica_id and hello.model):
-            raise JoinRefused("replica_id and model must not be empty")
         former_id = self._registry.join(
             hello, _model_objects(hello, int(time.time())), connection_id=connection_id, now_s=self._clock()
         )
         if former_id is not None:
             self._open[former_id].close()
         logger.info(
-            "replica joined replica_id=%s incarnation=%s url=%s model=%s again=%s",
+            "replica joined replica_id=%r incarnation=%r url=%r model=%r again=%s",
             hello.replica_id,
             hello.incarnation,
             hello.url,
@@ -138,13 +139,17 @@ class ControlConnections:
         """The connection's replica gets no more requests; False if there is none, or a newer Hello replaced it."""
         replica = self._registry.gone(connection_id)
         if replica is not None:
-            logger.info("replica gone replica_id=%s reason=%r", replica.replica_id, reason)
+            logger.info("replica gone replica_id=%r reason=%.200r", replica.replica_id, reason)
         return replica is not None
 
     async def _receive(self, socket: web.WebSocketResponse, timeout_s: float) -> Message | None:
-        """The next message, None at the end of the connection. Raises ProtocolError for garbage and for silence."""
+        """The next message, None at the end of the connection. Raises ProtocolError for garbage and for silence.
+
+        aiohttp's own timeout begins anew with each ping, so the deadline is around it: a ping is no message.
+        """
         try:
-            frame = await socket.receive(timeout=timeout_s)
+            async with asyncio.timeout(timeout_s):
+                frame = await socket.receive()
         except TimeoutError as err:
             raise ProtocolError(f"nothing came for {timeout_s:g} s") from err
         if frame.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED):
@@ -169,7 +174,19 @@ class ControlConnections:
             await self._send(socket, Refused(reason=reason[:MAX_REASON_CHARS]))
             await socket.close()
         except (ConnectionError, ProtocolError) as err:
-            logger.debug("refusal not delivered reason=%r err=%r", reason, err)
+            logger.debug("refusal not delivered reason=%.200r err=%r", reason, err)
+
+
+def _check_texts(hello: Hello) -> None:
+    """Raises JoinRefused for a text that is missing, or that has no place in a log line, a label or a header."""
+    if not (hello.replica_id and hello.model):
+        raise JoinRefused("replica_id and model must not be empty")
+    for name, text in asdict(hello).items():
+        if isinstance(text, str):
+            if len(text) > MAX_HELLO_CHARS:
+                raise JoinRefused(f"{name} has {len(text)} characters, limit is {MAX_HELLO_CHARS}")
+            if not text.isprintable():
+                raise JoinRefused(f"{name} is {text!r}; it must have printable characters only")
 
 
 def _model_objects(hello: Hello, created: int) -> ModelObjects:

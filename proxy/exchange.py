@@ -283,7 +283,13 @@ class Exchange:
                     return
             if self.journal is not None:
                 self.journal.record(data)
-        self._to_client(data)
+        if self._pending:
+            self._to_client(data)
+            return
+        if not self._is_client_full:  # as in _to_client, without a call: this is where events pass
+            self.deadline_s = self.relay.silence_s
+        self._last = data
+        self.client.write(data)
 
     def answer_payload(self, parts: Sequence[Bytes]) -> None:
         """The next bytes of the body, without framing."""
@@ -297,7 +303,7 @@ class Exchange:
 
     def _to_client(self, data: bytes) -> None:
         if not self._is_client_full:
-            self.deadline_s = self.relay.now_s + self.relay.config.between_bytes_timeout_s
+            self.deadline_s = self.relay.silence_s
         self._last = data
         if self._pending:
             if len(data) <= JOINED_BYTES:

@@ -15,6 +15,7 @@ MAX_LINE_BYTES: Final = 4096  # of a chunk's size and extensions, or of one trai
 MAX_TRAILER_BYTES: Final = 16 * 1024
 _SIZE_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
 _TRAILER: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
+_SHORT_LINE: Final = 10
 _MAX_SIZES: Final = 4096  # size lines remembered
 _sizes: dict[bytes, int] = {}  # size line -> bytes; events of one model have few different lengths
 
@@ -93,8 +94,15 @@ class ChunkedBody:
 
     def feed(self, data: bytes, parts: list[Bytes] | None = None) -> int:
         """See Body."""
-        at, total = 0, len(data)
-        self.boundary = 0
+        total = len(data)
+        if parts is None and self._at == _At.SIZE and not self._line:
+            # One whole chunk: nearly every read of an event stream. Anything else goes the long way.
+            end = data.find(b"\r\n", 0, _SHORT_LINE)
+            size = _sizes.get(data[:end])
+            if size and end + 4 + size == total and data.endswith(b"\r\n"):
+                self.boundary = total
+                return total
+        at = self.boundary = 0
         while at < total and not self.is_done:
             if self._at == _At.SIZE and not self._line:
                 at = self._whole_chunks(data, at, parts)

@@ -13,12 +13,12 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from proxy.errors import RequestError, error_body
-from proxy.protocol import REQUEST_ID_HEADER
+from proxy.protocol import REQUEST_ID_HEADER, VALID_REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
-_VALID_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_VALID_ID: Final = re.compile(VALID_REQUEST_ID)
 
 
 @web.middleware

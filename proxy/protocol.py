@@ -24,6 +24,7 @@ PROTOCOL_VERSION: Final = 1
 CONTROL_PATH: Final = "/nodes/control"
 MAX_FRAME_BYTES: Final = 64 * 1024
 REQUEST_ID_HEADER: Final = "X-Request-Id"
+VALID_REQUEST_ID: Final = r"[\x21-\x7e]{1,128}"  # a pattern, for text or bytes; an id that is none is replaced
 NOT_BEGUN_HEADER: Final = "X-Not-Begun"  # on a 503: nothing of the request was done, so another replica may have it
 
 
@@ -33,7 +34,11 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A replica introduces itself. `url` is the address at which the proxy and others reach it."""
+    """A replica introduces itself. `url` is the address at which the proxy and others reach it.
+
+    Each text has at most 256 characters, all of them printable. A replica id that a live replica at another URL has
+    is refused; from the same URL it is a restart, and the newest wins.
+    """
 
     version: int = PROTOCOL_VERSION
     replica_id: str

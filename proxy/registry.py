@@ -16,6 +16,7 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from proxy.breaker import Breaker
+from proxy.errors import JoinRefused
 from proxy.protocol import Hello, LoadReport
 
 PROBE_FAILURES_OUT: Final = 3  # so many in a row put a backend out
@@ -112,15 +113,22 @@ class Registry:
     _lives: WeakValueDictionary[tuple[str, str], Replica] = field(default_factory=WeakValueDictionary)
     _reconfiguring: set[str] = field(default_factory=set)  # groups of which a member says so
     _live: list[Replica] = field(default_factory=list)
+    _awake_until_s: float = float("inf")  # when the next tick is due; what comes later may only lie unread
     _live_until_s: float = float("-inf")  # when `_live` must be made anew, if nothing changes before
 
     def join(self, hello: Hello, models: ModelObjects, *, connection_id: int, now_s: float) -> int | None:
         """Makes a replica routable; returns the connection that this Hello puts out of use, if any.
 
         The newest Hello of a replica id wins: its older connection is a life that ended, or a line that broke
-        without the proxy having noticed.
+        without the proxy having noticed. From another URL it is another replica, which must not put out one that
+        is alive: raises JoinRefused.
         """
         url = hello.url.rstrip("/")
+        former_id = next((id_ for id_, known in self._joined.items() if known.replica_id == hello.replica_id), None)
+        if former_id is not None:
+            namesake = self._joined[former_id]
+            if namesake.url != url and not self._is_silent(namesake, now_s):
+                raise JoinRefused(f"replica_id {hello.replica_id!r} is in use by the live replica at {namesake.url}")
         replica = Replica(
             replica_id=hello.replica_id,
             incarnation=hello.incarnation,
@@ -135,13 +143,20 @@ class Registry:
         replica = self._lives.setdefault((hello.replica_id, hello.incarnation), replica)
         replica.url, replica.models, replica.last_seen_s = url, models, now_s
         replica.report, replica.is_leaving, replica.is_reachable, replica.is_gone = None, False, True, False
-        former_id = next((id_ for id_, known in self._joined.items() if known.replica_id == hello.replica_id), None)
         if former_id is not None:
             former = self._joined.pop(former_id)
             former.is_gone = former is not replica
         self._joined[connection_id] = replica
         self._changed()
         return former_id
+
+    def tick(self, *, now_s: float, every_s: float) -> None:
+        """The process is awake, and says so `every_s`. While it was not, nobody was silent: it could not hear."""
+        slept_s = now_s - self._awake_until_s
+        if slept_s > 0:
+            for replica in self._joined.values():
+                replica.last_seen_s = min(now_s, replica.last_seen_s + slept_s)
+        self._awake_until_s = now_s + every_s
 
     def report(self, connection_id: int, report: LoadReport, *, now_s: float) -> None:
         """Notes a replica's load; a report that is not newer than the last proves life and changes nothing else."""
@@ -254,7 +269,8 @@ class Registry:
         return any(self.state(replica, now_s=now_s) is ReplicaState.RECONFIGURING for replica in self.known())
 
     def _is_silent(self, replica: Replica, now_s: float) -> bool:
-        return not replica.is_backend and now_s - replica.last_seen_s > self.heartbeat_timeout_s
+        heard_until_s = min(now_s, self._awake_until_s)
+        return not replica.is_backend and heard_until_s - replica.last_seen_s > self.heartbeat_timeout_s
 
     def _changed(self) -> None:
         self._reconfiguring = {

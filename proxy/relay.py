@@ -34,6 +34,7 @@ from proxy.keys import ApiKeys
 from proxy.metrics import Metrics
 from proxy.open_requests import OpenRequests
 from proxy.picker import Picker
+from proxy.protocol import VALID_REQUEST_ID
 from proxy.registry import Registry, Replica
 from proxy.routing import Routing, candidates
 from proxy.scan import END_BYTES, PROMPT_BYTES, model_in_beginning, model_in_part, requested_model
@@ -46,7 +47,7 @@ VERDICT_S: Final = 0.3  # a process that died closes all its connections within 
 REFUSED_IN_A_ROW: Final = 16  # waiting requests that find no room before the others are not asked
 MAX_REMEMBERED: Final = 1000  # replicas' addresses, before what is kept of those that are gone is dropped
 BYTES_PER_TOKEN: Final = 4
-_VALID_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_VALID_ID: Final = re.compile(VALID_REQUEST_ID.encode())
 _RANK: Final = re.compile(rb"[0-9]{1,9}")
 
 
@@ -69,6 +70,7 @@ class Relay:
         self.metrics = metrics
         self.clock = clock
         self.now_s = clock()
+        self.silence_s = self.now_s + config.between_bytes_timeout_s  # an answer that sends now may pause until then
         self.pool = Pool(config.connect_timeout_s, clock)
         self.journal_bytes = config.journal_kb * 1024
         self.open_requests = open_requests
@@ -385,6 +387,7 @@ class Relay:
     def tick(self, now_s: float) -> None:
         """Called some times a second: what waited too long, what is idle, what is to be written."""
         self.now_s = now_s
+        self.silence_s = now_s + self.config.between_bytes_timeout_s
         for ticket in self._admission.overdue(now_s) if self._admission.waiting else ():
             waited_s = now_s - ticket.request.ready_s
             ticket.request.fail(Overloaded(f"no replica had room within {waited_s:.1f} s (--queue-timeout-s)"))

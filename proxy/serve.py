@@ -147,6 +147,7 @@ async def _tick(config: ProxyConfig, proxy: Proxy, door: FrontDoor) -> None:
     tick_s = min(max(shortest_s / TICKS_PER_TIMEOUT, SHORTEST_TICK_S), LONGEST_TICK_S)
     while True:
         now_s = time.monotonic()
+        proxy.registry.tick(now_s=now_s, every_s=tick_s)
         proxy.relay.tick(now_s)
         door.tick(now_s)
         await asyncio.sleep(tick_s)

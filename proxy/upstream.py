@@ -253,12 +253,12 @@ class Pool:
 
     async def dial(self, url: str) -> Upstream:
         """A new connection. Raises ConnectFailed: the replica has not seen the request."""
-        parts = urlsplit(url)
-        is_tls = parts.scheme == "https"
-        if is_tls and self._tls is None:
-            self._tls = ssl.create_default_context()
         upstream = Upstream(self, url)
         try:
+            parts = urlsplit(url)
+            is_tls = parts.scheme == "https"
+            if is_tls and self._tls is None:
+                self._tls = ssl.create_default_context()
             async with asyncio.timeout(self._connect_timeout_s):
                 await asyncio.get_running_loop().create_connection(
                     lambda: upstream,
@@ -268,6 +268,6 @@ class Pool:
                 )
         except TimeoutError as err:
             raise ConnectFailed(f"no connection to {url} within {self._connect_timeout_s:g} s") from err
-        except OSError as err:
+        except (OSError, ValueError) as err:  # ValueError, with UnicodeError: the host is no name to look up
             raise ConnectFailed(f"no connection to {url}: {err}") from err
         return upstream

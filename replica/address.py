@@ -49,6 +49,13 @@ def advertised_url(config: ReplicaConfig, port: int) -> str:
     return http_url(_own_address(proxy or "localhost"), port)
 
 
+def host_and_port(url: str) -> str:
+    """HOST:PORT of a URL, also where its port is the scheme's own."""
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+
+
 def _own_address(peer: str) -> str:
     """This machine's address on the route to `peer`. Connecting a datagram socket only asks the routing table."""
     try:

@@ -88,13 +88,12 @@ class Answer:
 def usage_of(choices: list[Choice], *, num_choices: int) -> Json:
     """OpenAI's usage. Of `num_choices` choices each, which have one prompt together, that prompt counts once."""
     prompt_tokens = sum(len(choice.prompt.token_ids) for choice in choices[::num_choices])
-    cached_tokens = sum(choice.sequence.num_cached for choice in choices[::num_choices])
     completion_tokens = sum(choice.num_tokens for choice in choices)
     reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": 0},  # there is no prefix cache; clients expect the field
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }

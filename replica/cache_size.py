@@ -31,19 +31,16 @@ def kv_cache_bytes(config: ReplicaConfig, *, rank: RankPlan, max_model_len: int,
 
     `rank` has what must also fit the `free_bytes`. Raises ConfigError if the memory is not there.
     """
-    loaded_bytes = rank.weight_bytes + rank.reserve_bytes
-    room = free_bytes - loaded_bytes
-    asked = int(config.kv_cache_gb * GIB)  # 0: nothing in particular
+    room = free_bytes - rank.weight_bytes
+    asked = config.kv_cache_gb * GIB  # a float, since it may be infinite; 0: nothing in particular
     taken = f"the weights take {rank.weight_bytes / GIB:.1f}"
-    if rank.reserve_bytes:
-        taken += f" and the reserve for those of lost replicas (--survive) {rank.reserve_bytes / GIB:.1f}"
     if asked and asked > room:
         raise ConfigError(
             f"--kv-cache-gb is {config.kv_cache_gb:g}, but of {free_bytes / GIB:.1f} GiB free memory of a rank "
             f"{taken}: ask for less"
         )
     if asked:
-        return asked
+        return int(asked)
     if room <= 0:
         raise ConfigError(
             f"of {free_bytes / GIB:.1f} GiB free memory of a rank {taken}: no room is left for a KV cache of "

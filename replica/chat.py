@@ -99,7 +99,11 @@ class ChatTemplate:
         if name not in self.templates:
             raise BadRequest(f"the model has no default chat template, only {sorted(self.templates)}", param="messages")
         variables = {**self.special_tokens, **(kwargs or {})}
-        shown = [_for_template(message) for message in messages]
+        deadline_s = time.monotonic() + RENDER_DEADLINE_S
+        shown: list[Message] = []
+        for message in messages:
+            shown.append(_for_template(message))
+            _check_time(deadline_s)
         if continue_final_message:
             shown[-1] = _with_mark(shown[-1])
         variables |= {
@@ -109,7 +113,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = _collect(self.templates[name], variables, max_chars)
+            text = _collect(self.templates[name], variables, max_chars, deadline_s)
             return _cut_at_mark(text) if continue_final_message else text
         except (BadRequest, TooManyCharacters):
             raise
@@ -157,8 +161,12 @@ def _cut_at_mark(text: str) -> str:
     return text[:start] if text.startswith(_CONTINUED_HERE, start) else text[:start].rstrip()
 
 
-def _collect(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
-    deadline_s = time.monotonic() + RENDER_DEADLINE_S
+def _check_time(deadline_s: float) -> None:
+    if time.monotonic() > deadline_s:
+        raise BadRequest(f"the chat template took more than {RENDER_DEADLINE_S:g} s", param="messages")
+
+
+def _collect(template: jinja2.Template, variables: dict[str, Any], max_chars: int, deadline_s: float) -> str:
     pieces: list[str] = []
     num_chars = 0
     for piece in template.generate(variables):
@@ -166,8 +174,7 @@ def _collect(template: jinja2.Template, variables: dict[str, Any], max_chars: in
         num_chars += len(piece)
         if num_chars > max_chars:
             raise TooManyCharacters(num_chars)
-        if time.monotonic() > deadline_s:
-            raise BadRequest(f"the chat template took more than {RENDER_DEADLINE_S:g} s", param="messages")
+        _check_time(deadline_s)
     return "".join(pieces)
 
 
@@ -195,7 +202,7 @@ def _with_arguments_as_object(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         parsed = json.loads(arguments) if arguments else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return call  # a model may have written no JSON; the template gets what it wrote
     return {**call, "function": {**call["function"], "arguments": parsed}} if isinstance(parsed, dict) else call
 

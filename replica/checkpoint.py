@@ -127,7 +127,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         files = set(weight_map.values())
         is_sound = bool(files) and all(Path(name).name == name for name in files)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as err:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
         raise CheckpointError(f"{path} is damaged: {type(err).__name__}: {err}") from err
     if not is_sound:
         raise CheckpointError(f"{path} is damaged: weight_map must map tensors to files of the same folder")
@@ -154,7 +154,7 @@ def _read_header(path: Path) -> tuple[bytes, dict[str, TensorEntry]]:
         entries = {name: _entry(path, value, 8 + length) for name, value in values.items()}
     except OSError as err:
         raise CheckpointError(f"cannot read {path}: {err}") from err
-    except (ValueError, TypeError, KeyError, AttributeError) as err:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
         raise _damaged(path, f"its header is not a safetensors header ({type(err).__name__}: {err})") from err
     end = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from replica.errors import GenerationFailed, Unavailable
+from replica.errors import GenerationFailed, Interrupted
 from replica.metrics import ChoiceTimes
 from replica.openai_api import Prompt
 from replica.reasoning import ReasoningSplitter
@@ -74,12 +74,12 @@ class Choice:
         return self.sequence.choice
 
     def push(self, output: TokenOutput) -> Delta:
-        """The text of these tokens. Raises GenerationFailed, Unavailable when the sequence ended without an answer."""
+        """The text of these tokens. Raises GenerationFailed, Interrupted when the sequence ended without an answer."""
         if output.finish_reason is FinishReason.ERROR:
             self.finish_reason = FinishReason.ERROR
             raise GenerationFailed(output.error or "the step failed")
         if output.finish_reason is FinishReason.ABORT:
-            raise Unavailable("the replica stopped before the answer was complete")
+            raise Interrupted("the replica stopped before the answer was complete")
         delta = Delta()
         num_taken = 0
         for token_id in output.token_ids:

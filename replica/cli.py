@@ -91,7 +91,7 @@ def _add_option(serve: argparse.ArgumentParser, field: Field[Any]) -> None:
     if field.default is MISSING:
         serve.add_argument(field.name, type=Path, metavar=field.name.upper(), help=help_text)
         return
-    options: dict[str, Any] = {"default": field.default, "type": field.metadata["kind"]}
+    options: dict[str, Any] = {"default": field.default, "type": type(field.default)}
     if isinstance(field.default, tuple):
         options = {"default": None, "action": "append", "metavar": "URL"}
     if field.name in SECRETS:

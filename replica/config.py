@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from replica.errors import ConfigError
 from replica.layout import Layout
@@ -14,14 +15,13 @@ from replica.layout import Layout
 DTYPES: Final = ("auto", "bfloat16", "float16", "float32")
 DEVICES: Final = ("auto", "cpu", "cuda")
 MIN_SECRET_BYTES: Final = 16
+MIN_BODY_MB: Final = 1 / 1024  # less holds no request
+MAX_BODY_MB: Final = 4096.0
 
 
-def option(default: Any, help_text: str, *, kind: type | None = None, is_secret: bool = False) -> Any:
-    """A field that is also an option of the command line; `help_text` states its unit and effect.
-
-    `kind` is what its text is converted to; by default the default's type.
-    """
-    return field(default=default, repr=not is_secret, metadata={"help": help_text, "kind": kind or type(default)})
+def option(default: Any, help_text: str, *, is_secret: bool = False) -> Any:
+    """A field that is also an option of the command line, of the default's type; `help_text` states unit and effect."""
+    return field(default=default, repr=not is_secret, metadata={"help": help_text})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +43,14 @@ class ReplicaConfig:
     proxy_urls: tuple[str, ...] = option((), "URL of a proxy to serve behind; may be given several times")
     proxy_token: str = option("", "secret that the proxies ask replicas for", is_secret=True)
     api_key: str = option("", "secret that clients must send; by default none is needed", is_secret=True)
-    group: str = option("", "name of the group that steps together; by default this machine's name and a port")
+    group: str = option(
+        "", "name of the group that steps together; by default made of this machine's name or address and a port"
+    )
     group_secret: str = option(
         "", "secret that the group's members share; by default one is made for those of this command", is_secret=True
     )
     master_addr: str = option("127.0.0.1", "address of the clock of a group of several replicas")
     master_port: int = option(0, "TCP port of that clock; 0 picks a free one")
-    survive: int | None = option(
-        None, "replicas that may be lost, for whose weights room is kept; by default 1 of several", kind=int
-    )
 
     dtype: str = option("auto", f"what the weights are computed in: {', '.join(DTYPES)} (the checkpoint's)")
     device: str = option("auto", f"where the model runs: {', '.join(DEVICES)}; auto takes cuda where there is one")
@@ -65,7 +64,9 @@ class ReplicaConfig:
     num_threads: int = option(0, "CPU threads of each rank; 0 shares this machine's cores between its ranks")
 
     max_waiting: int = option(1024, "sequences that may wait to be scheduled; more are refused with 503")
-    max_body_mb: float = option(32.0, "MiB of one request's body; more is refused with 413")
+    max_body_mb: float = option(
+        0.0, "MiB of one request's body, more is refused with 413; 0 takes what --max-model-len can need, 1 to 32"
+    )
     client_timeout_s: float = option(60.0, "seconds without a byte of a body, or read by a client, that end a request")
     prefill_delay_s: float = option(
         0.02, "seconds that a prompt may wait for prompts of the group's other replicas, while some replica decodes"
@@ -81,7 +82,7 @@ class ReplicaConfig:
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} is {getattr(self, name)}, must be at least 1")
-        positive = ("max_body_mb", "client_timeout_s", "progress_deadline_s", "startup_timeout_s", "report_interval_s")
+        positive = ("client_timeout_s", "progress_deadline_s", "startup_timeout_s", "report_interval_s")
         for name in positive:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(f"{flag(name)} is {getattr(self, name)}, must be above 0")
@@ -95,9 +96,14 @@ class ReplicaConfig:
             raise ConfigError(f"--dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
             raise ConfigError(f"--device is {self.device!r}, must be one of {', '.join(DEVICES)}")
-        for url in (*self.proxy_urls, *filter(None, [self.advertise_url])):
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"{url!r} is not a URL; it must begin with http:// or https://")
+        if self.max_body_mb and not MIN_BODY_MB <= self.max_body_mb <= MAX_BODY_MB:
+            raise ConfigError(
+                f"--max-body-mb is {self.max_body_mb}, must be 0 or from {MIN_BODY_MB:.4f} to {MAX_BODY_MB:g}"
+            )
+        for url in self.proxy_urls:
+            _check_url("--proxy-url", url)
+        if self.advertise_url:
+            _check_url("--advertise-url", self.advertise_url)
         self._check_group()
 
     def _check_group(self) -> None:
@@ -108,8 +114,6 @@ class ReplicaConfig:
             raise ConfigError(f"--advertise-url names one replica, but there are {dp} (--dp); leave it out")
         if self.group_secret and len(self.group_secret.encode()) < MIN_SECRET_BYTES:
             raise ConfigError(f"--group-secret has fewer than {MIN_SECRET_BYTES} bytes; take a longer one")
-        if self.survive is not None and not 0 <= self.survive < dp:
-            raise ConfigError(f"--survive is {self.survive}, must be 0 to {dp - 1}: there are {dp} replicas (--dp)")
 
     @property
     def model_name(self) -> str:
@@ -130,6 +134,23 @@ class ReplicaConfig:
             "layout": Layout(**values["layout"]),
         }
         return cls(**values | typed)
+
+
+def _check_url(option_name: str, url: str) -> None:
+    """Raises ConfigError unless this is the URL of a server's root that can be dialled."""
+    shown = f"{option_name} is {url[:200]!r}"
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{shown}, which is not a URL; it must begin with http:// or https://")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")  # as the resolver will
+    except ValueError as err:  # UnicodeError is one
+        raise ConfigError(f"{shown}, whose host or port is none: {err}") from err
+    if not host or not host.strip(".") or any(c.isspace() for c in url) or port == 0:
+        raise ConfigError(f"{shown}, must name a host and a port from 1 to 65535")
+    if "@" in parts.netloc or parts.path not in ("", "/") or "?" in url or "#" in url:
+        raise ConfigError(f"{shown}, must be http://HOST:PORT without user, path, query or fragment")
 
 
 def flag(name: str) -> str:

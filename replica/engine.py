@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 from proxy.protocol import Hello
-from replica.address import advertised_url, http_url, listen
+from replica.address import advertised_url, host_and_port, http_url, listen
 from replica.cache_size import GIB, free_memory_bytes, kv_cache_bytes, resolve_device
 from replica.checkpoint import Checkpoint, model_hash
 from replica.cli import configure_logging, print_error
@@ -39,6 +39,7 @@ from replica.errors import ConfigError, GroupLost, WorkerFailed, first_error
 from replica.executor_mp import MpExecutor, own_blobs
 from replica.frames import Init, Ready
 from replica.group_config import group_config, resolve_dtype
+from replica.http_io import HttpServerLog
 from replica.lifecycle import EngineState, Lifecycle
 from replica.model_config import ModelConfig
 from replica.plan import PlanSettings, make_plan
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("replica.engine")  # __name__ is __main__ here
 
 READY_BYTE: Final = b"r"
+MAX_HEADER_BYTES: Final = 64 * 1024  # what a proxy lets through
 FLUSH_S: Final = 5.0  # at the end, clients have so long to read what is already theirs
 LEAVE_S: Final = 3.0  # a drained replica waits so long for a last step, beyond the others' time to drain
 
@@ -207,7 +209,7 @@ def build(config: ReplicaConfig, sock: socket.socket, stop: StopRequests) -> Eng
     model = ServedModel.load(config, model_config)
     init = _worker_init(config, model_config, max_model_len=model.max_model_len)
     port = sock.getsockname()[1]
-    hello = _hello(config, model, model_hash(checkpoint, init.dtype), port)
+    hello = make_hello(config, model, model_hash(checkpoint, init.dtype), port)
 
     lifecycle = Lifecycle()
     executor = MpExecutor(num_ranks=config.layout.attn_tp)
@@ -242,17 +244,34 @@ def build(config: ReplicaConfig, sock: socket.socket, stop: StopRequests) -> Eng
         group=group,
         loop=loop,
         registration=Registration(config=config, hello=hello, loop=loop),
-        runner=web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=FLUSH_S),
+        runner=make_runner(app),
         stop=stop,
     )
 
 
-def _hello(config: ReplicaConfig, model: ServedModel, hash_: str, port: int) -> Hello:
-    replica_id = f"{socket.gethostname()}:{port}"
+def make_runner(app: web.Application) -> web.AppRunner:
+    """The HTTP server around the application."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=FLUSH_S,
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        logger=HttpServerLog(),
+    )
+
+
+def make_hello(config: ReplicaConfig, model: ServedModel, hash_: str, port: int) -> Hello:
+    """How the replica that listens at `port` introduces itself."""
+    url = advertised_url(config, port)
+    # Not of the machine's name: two machines may have the same one, and a proxy drops the older of two equal ids. What
+    # reaches one replica reaches no other.
+    replica_id = host_and_port(url)
     return Hello(
         replica_id=replica_id,
         incarnation=uuid.uuid4().hex,
-        url=advertised_url(config, port),
+        url=url,
         model=config.model_name,
         model_hash=hash_,
         group=config.group or replica_id,
@@ -290,19 +309,17 @@ def _worker_init(config: ReplicaConfig, model_config: ModelConfig, *, max_model_
     """That of the replica's first rank."""
     layout, dtype, device = config.layout, resolve_dtype(config, model_config), resolve_device(config)
     free_bytes = free_memory_bytes(config)
-    settings = PlanSettings(
-        dtype=dtype, device_bytes=free_bytes, step_tokens=config.max_num_batched_tokens, survive=config.survive
-    )
+    # A lost replica fails its whole group, so no room is kept for the weights of one.
+    settings = PlanSettings(dtype=dtype, device_bytes=free_bytes, step_tokens=config.max_num_batched_tokens, survive=0)
     # All ranks of the group get as much, lest one replica could take requests that another could not.
-    fullest = max(make_plan(model_config, layout, settings).ranks, key=lambda r: r.weight_bytes + r.reserve_bytes)
+    fullest = max(make_plan(model_config, layout, settings).ranks, key=lambda rank: rank.weight_bytes)
     cache_bytes = kv_cache_bytes(config, rank=fullest, max_model_len=max_model_len, free_bytes=free_bytes)
     logger.info(
-        "memory planned device=%s dtype=%s ranks=%d weights_gib=%.2f reserve_gib=%.2f kv_cache_gib=%.2f kv_tokens=%d",
+        "memory planned device=%s dtype=%s ranks=%d weights_gib=%.2f kv_cache_gib=%.2f kv_tokens=%d",
         device,
         dtype,
         layout.attn_tp,
         fullest.weight_bytes / GIB,
-        fullest.reserve_bytes / GIB,
         cache_bytes / GIB,
         cache_bytes // fullest.kv_bytes_per_token,
     )

@@ -15,7 +15,8 @@ ReplicaError
     ├── ClientTooSlow      408, the body did not come
     ├── BodyTooLarge       413
     ├── GenerationFailed   500, a step failed under the request: its worker is gone
-    └── Unavailable        503 with Retry-After: full, loading, draining; retry, elsewhere if possible
+    └── Unavailable        503 with Retry-After and X-Not-Begun: full, loading, draining; retry, elsewhere if possible
+        └── Interrupted    503 with Retry-After: the replica stopped while the request ran
 """
 
 from __future__ import annotations
@@ -119,14 +120,14 @@ class GenerationFailed(RequestError):
 
 
 class Unavailable(RequestError):
-    """The replica cannot take the request now."""
+    """The replica cannot take the request now, and has done nothing of it."""
 
     status = 503
     kind = "service_unavailable"
 
-    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+
+class Interrupted(Unavailable):
+    """The replica stopped while the request ran."""
 
 
 def first_error(errors: BaseExceptionGroup[Any]) -> BaseException:

@@ -26,7 +26,6 @@ from typing import Final, NoReturn, TypeVar
 from replica.errors import CheckpointError, WorkerFailed
 from replica.frames import (
     HEADER,
-    MAX_FRAME_BYTES,
     Blob,
     Blobs,
     Failed,
@@ -39,14 +38,18 @@ from replica.frames import (
     StepDone,
     StepInput,
     StepOutput,
+    body_length,
     decode,
     encode,
 )
-from replica.process_tree import describe_status
+from replica.process_tree import describe_status, ignoring_signals
 
 logger = logging.getLogger(__name__)
 
 WORKER_COMMAND: Final = (sys.executable, "-m", "replica.worker")
+# oneDNN and torch's bridge to it keep what they made for every shape of a matmul, 1024 each by default, which is
+# gigabytes once prompts of so many lengths were seen. The shapes of decoding are few.
+PRIMITIVE_CACHES: Final = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 SHUTDOWN_S: Final = 3.0  # a worker that was asked to exit is killed after so long
 EXIT_STATUS_S: Final = 1.0  # between a worker's EOF and its exit status
 
@@ -79,10 +82,8 @@ class _Rank:
     async def receive(self) -> Frame:
         """The worker's next frame. Raises WorkerFailed, or CheckpointError if it refuses the checkpoint."""
         try:
-            (length,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
-            if length > MAX_FRAME_BYTES:
-                raise FrameError(f"frame has {length} bytes, limit is {MAX_FRAME_BYTES}")
-            frame = decode(await self.reader.readexactly(length))
+            header = await self.reader.readexactly(HEADER.size)
+            frame = decode(await self.reader.readexactly(body_length(header)))
         except FrameError as err:
             raise WorkerFailed(f"the worker of rank {self.rank} sent what is no frame: {err}") from err
         except (asyncio.IncompleteReadError, ConnectionError) as err:
@@ -214,10 +215,11 @@ class MpExecutor:
         with theirs:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._command,
+                    *ignoring_signals(self._command),
                     str(theirs.fileno()),
                     str(lifeline_read),
                     stdin=DEVNULL,
+                    env={**PRIMITIVE_CACHES, **os.environ},
                     pass_fds=(theirs.fileno(), lifeline_read, count_fd),
                 )
             finally:

@@ -9,8 +9,9 @@ field out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from replica.errors import BadRequest
@@ -21,6 +22,8 @@ Check = Callable[[str, Any], Any]  # (name, value) -> the value to use; raises B
 Schema = Mapping[str, Any]
 
 MAX_INT32: Final = 2**31 - 1
+MAX_SHOWN_CHARS: Final = 100  # of a wrong value
+MAX_SHOWN_ITEMS: Final = 8
 MAX_UNKNOWN_LOGGED: Final = 256  # names of unknown fields that are remembered, and so logged once
 
 
@@ -45,10 +48,27 @@ class Table:
 
 def bad(name: str, value: Any, expected: str) -> BadRequest:
     """The error for a field with a wrong value."""
-    shown = repr(value)
-    if len(shown) > 100:
-        shown = shown[:100] + "..."
+    shown = preview(value)
+    if len(shown) > MAX_SHOWN_CHARS:
+        shown = shown[:MAX_SHOWN_CHARS] + "..."
     return BadRequest(f"{name} is {shown}, must be {expected}", param=name)
+
+
+def preview(value: Any, levels: int = 3) -> str:
+    """As `repr`, but of the first few elements alone: the whole of what a client sent may be millions."""
+    if isinstance(value, str):
+        return repr(value[:MAX_SHOWN_CHARS]) + ("..." if len(value) > MAX_SHOWN_CHARS else "")
+    if not isinstance(value, list | dict) or not value:
+        return repr(value)
+    if not levels:
+        return "..."
+    if isinstance(value, list):
+        shown = [preview(item, levels - 1) for item in value[:MAX_SHOWN_ITEMS]]
+    else:
+        first = islice(value.items(), MAX_SHOWN_ITEMS)
+        shown = [f"{preview(key)}: {preview(item, levels - 1)}" for key, item in first]
+    text = ", ".join(shown) + (", ..." if len(value) > MAX_SHOWN_ITEMS else "")
+    return f"[{text}]" if isinstance(value, list) else f"{{{text}}}"
 
 
 def number(low: float, high: float, default: float | None = None) -> Field:
@@ -75,6 +95,12 @@ def whole(low: int, high: int, default: int | None = None) -> Field:
         return value
 
     return Field(check, default, {"type": "integer", "minimum": low, "maximum": high})
+
+
+def check_count(name: str, value: Sized, limit: int, what: str) -> None:
+    """Raises BadRequest for too many elements: before they are looked at, since that could take seconds."""
+    if len(value) > limit:
+        raise BadRequest(f"{name} has {len(value)} {what}, limit is {limit}", param=name)
 
 
 def check_flag(name: str, value: Any) -> bool:

@@ -32,7 +32,6 @@ HEADER: Final = struct.Struct(">I")
 MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
 
 I32 = NDArray[np.int32]
-I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 F32 = NDArray[np.float32]
 
@@ -61,7 +60,6 @@ class Init:
     mlp_tp: int = 1
     moe_tp: int = 1
     ep: int = 1
-    peer_host: str = "127.0.0.1"  # this machine's address for the other ranks
     collective_timeout_s: float = 30.0  # the last resort against a peer that is gone: well above the deadlines
     count_fd: int = -1  # a file of one 64-bit count per local rank: collectives entered; -1: nobody asks
 
@@ -211,9 +209,15 @@ def encode(frame: Frame) -> bytes:
     """One frame's bytes, length included."""
     values = [_pack(getattr(frame, name)) for name in _NAMES[type(frame)]]
     body: bytes = msgpack.packb([_TYPES.index(type(frame)), *values])
-    if len(body) > MAX_FRAME_BYTES:
-        raise FrameError(f"frame has {len(body)} bytes, limit is {MAX_FRAME_BYTES}")
+    _check_length(len(body))
     return HEADER.pack(len(body)) + body
+
+
+def body_length(header: bytes) -> int:
+    """The bytes of the body that follows these HEADER.size bytes. Raises FrameError when it is over the limit."""
+    (length,) = HEADER.unpack(header)
+    _check_length(length)
+    return int(length)
 
 
 def decode(body: bytes) -> Frame:
@@ -225,6 +229,11 @@ def decode(body: bytes) -> Frame:
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as err:
         raise FrameError(f"not a frame: {err}") from err
     return frame
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_FRAME_BYTES:
+        raise FrameError(f"frame has {length} bytes, limit is {MAX_FRAME_BYTES}")
 
 
 def _pack(value: Any) -> Any:

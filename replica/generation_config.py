@@ -76,7 +76,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise CheckpointError(f"cannot read {path}: {err}") from err
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds {type(raw).__name__}, must hold an object")

@@ -22,9 +22,12 @@ from typing import Any, Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from replica.errors import GrammarRefused, Unavailable
+from replica.process_tree import ignoring_signals
 from replica.reasoning import CLOSE, OPEN
 from replica.request import ConstraintFailed
 from replica.served_model import ServedModel
+from replica.tools import CLOSE as CALL_CLOSE
+from replica.tools import OPEN as CALL_OPEN
 
 MAX_GRAMMAR_CHARS: Final = 256 * 1024
 CHECK_DEADLINE_S: Final = 5.0
@@ -79,7 +82,7 @@ def json_rules(name: str, schema: Any) -> str:
 
 def tool_rules(tools: list[tuple[str, Any]], model: ServedModel) -> list[str]:
     """The rules of `call`, one call in Hermes' form. `tools`: names and schemas of arguments. Raises GrammarRefused."""
-    begin, end = (_mark(mark, model) for mark in ("<tool_call>", "</tool_call>"))
+    begin, end = (_mark(mark, model) for mark in (CALL_OPEN, CALL_CLOSE))
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, (name, schema) in enumerate(tools):
         head = json.dumps('\n{"name": ' + json.dumps(name) + ', "arguments": ')
@@ -252,7 +255,7 @@ class GrammarCompiler:
         if self._checker is None:
             pipe = asyncio.subprocess.PIPE
             self._checker = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "replica.grammar_check"), stdin=pipe, stdout=pipe
+                *ignoring_signals((sys.executable, "-m", "replica.grammar_check")), stdin=pipe, stdout=pipe
             )
             assert self._checker.stdin is not None and self._checker.stdout is not None
             async with asyncio.timeout(START_DEADLINE_S):

@@ -39,7 +39,6 @@ class GroupClock:
     ) -> None:
         """`hello` is what proxies are told of this replica, `shared` what the group must have in common
         (group_config.py). `collectives`, called from a thread: how many each rank of this replica has entered."""
-        self.epoch = 0
         self.is_shared = True
         self._member = Member(
             hello=MemberHello(
@@ -58,10 +57,15 @@ class GroupClock:
             collectives=collectives,
         )
 
+    @property
+    def epoch(self) -> int:
+        """See StepClock."""
+        return self._member.epoch
+
     async def join(self) -> None:
         """Waits until all replicas are there. Raises ConfigError if this one is refused, GroupLost."""
         with _translated():
-            self.epoch = (await self._member.join()).epoch
+            await self._member.join()
 
     async def exchange(self, blobs: tuple[bytes, ...]) -> tuple[bytes, ...]:
         """The blobs of this replica's ranks -> those of all ranks, when all replicas have come so far."""

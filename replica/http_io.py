@@ -7,18 +7,35 @@ import logging
 from typing import Any, Final
 
 from aiohttp import ClientError, web
+from aiohttp.http import HttpProcessingError
 
+from proxy.protocol import NOT_BEGUN_HEADER
 from replica.answers import Event
-from replica.errors import BadRequest, BodyTooLarge, ClientTooSlow, RequestError, Unavailable
+from replica.errors import BadRequest, BodyTooLarge, ClientTooSlow, Interrupted, RequestError, Unavailable
 
 logger = logging.getLogger(__name__)
 
 MIB: Final = 2**20
+RETRY_AFTER_S: Final = 1
 
 
-async def read_body(request: web.Request, *, max_body_mb: float, timeout_s: float) -> bytes:
+class HttpServerLog(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's log of its connections. Each malformed request would give it a traceback, and anybody can send one."""
+
+    def __init__(self) -> None:
+        super().__init__(logger)
+
+    def exception(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Called by aiohttp for whatever goes wrong with a connection."""
+        err = kwargs.get("exc_info")
+        if isinstance(err, HttpProcessingError):
+            self.debug("malformed request refused reason=%.200r", err.message)
+        else:
+            super().exception(msg, *args, **kwargs)
+
+
+async def read_body(request: web.Request, *, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body, unpacked if it was compressed. Raises BodyTooLarge, ClientTooSlow, BadRequest."""
-    max_bytes = int(max_body_mb * MIB)
     pieces: list[bytes] = []
     num_bytes = request.content_length or 0
     if num_bytes <= max_bytes:
@@ -47,7 +64,9 @@ def error_response(err: RequestError, body: dict[str, Any]) -> web.Response:
     """The answer to a request that failed before anything was sent."""
     response = web.json_response(body, status=err.status)
     if isinstance(err, Unavailable):
-        response.headers["Retry-After"] = str(err.retry_after_s)
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+        if not isinstance(err, Interrupted):
+            response.headers[NOT_BEGUN_HEADER] = "1"
     return response
 
 

@@ -119,11 +119,6 @@ class Layout:
         """The rank's place in its MoE group: (ep_rank, moe_tp_rank)."""
         return divmod(rank % self.moe, self.moe_tp)
 
-    def replicas_of_node(self, node: int) -> range:
-        """The dp ranks that run on one machine."""
-        per_node = self.dp // self.nnodes
-        return range(node * per_node, (node + 1) * per_node)
-
     def groups(self, width: int) -> Groups:
         """All groups of ranks that share a layer of this width. Find one's own with `own_group`."""
         return tuple(tuple(range(first, first + width)) for first in range(0, self.world, width))

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from replica.errors import BadRequest
-from replica.fields import bad, check_flag, check_object, check_string
+from replica.fields import bad, check_count, check_flag, check_object, check_string
 
 MAX_TOOLS: Final = 256
+MAX_MESSAGES: Final = 16384
+MAX_PARTS: Final = 4096  # of one message
+MAX_CALLS: Final = 1024  # of one message
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 # Names stand in grammars and templates: nothing in them needs quoting.
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -26,6 +29,7 @@ def check_messages(name: str, value: Any) -> list[dict[str, Any]]:
     """A conversation: at least one message, text only."""
     if not isinstance(value, list) or not value:
         raise bad(name, value, "a list of at least one message")
+    check_count(name, value, MAX_MESSAGES, "messages")
     for i, message in enumerate(value):
         _check_message(f"{name}[{i}]", message)
     return value
@@ -35,8 +39,7 @@ def check_tools(name: str, value: Any) -> list[dict[str, Any]]:
     """OpenAI's function tools."""
     if not isinstance(value, list):
         raise bad(name, value, "a list of tools")
-    if len(value) > MAX_TOOLS:
-        raise BadRequest(f"{name} has {len(value)} tools, limit is {MAX_TOOLS}", param=name)
+    check_count(name, value, MAX_TOOLS, "tools")
     for i, tool in enumerate(value):
         function = check_object(f"{name}[{i}]", tool).get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
@@ -103,6 +106,7 @@ def _check_message(name: str, message: Any) -> None:
         raise bad(f"{name}.role", role, f"one of {', '.join(ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
+        check_count(f"{name}.content", content, MAX_PARTS, "parts")
         for i, part in enumerate(content):
             if check_object(f"{name}.content[{i}]", part).get("type") != "text":
                 raise bad(f"{name}.content[{i}].type", part.get("type"), "'text'; nothing else is supported")
@@ -114,6 +118,7 @@ def _check_message(name: str, message: Any) -> None:
         return
     if not isinstance(calls, list):
         raise bad(f"{name}.tool_calls", calls, "a list")
+    check_count(f"{name}.tool_calls", calls, MAX_CALLS, "calls")
     for i, call in enumerate(calls):
         at = f"{name}.tool_calls[{i}]"
         function = check_object(f"{at}.function", check_object(at, call).get("function"))

@@ -9,7 +9,8 @@ from replica.answers import Event, Json, to_json, usage_of
 from replica.blocks import Block, Blocks, Change, Kind
 from replica.choice import TOOL_CALLS, Choice, Delta
 from replica.errors import BadRequest, RequestError
-from replica.fields import bad, check_flag, check_object, check_string
+from replica.fields import bad, check_count, check_flag, check_object, check_string
+from replica.message_fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 
 _SAME: Final = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "chat_template_kwargs")
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use"}
@@ -35,6 +36,7 @@ def chat_of_messages(body: Any, *, counts: bool = False) -> Json:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise bad("messages", given, "a list of at least one message")
+    check_count("messages", given, MAX_MESSAGES, "messages")
     for i, message in enumerate(given):
         messages += _messages(f"messages[{i}]", message)
     chat: Json = {name: body[name] for name in _SAME if name in body}
@@ -126,6 +128,7 @@ def _messages(name: str, message: Any) -> list[Json]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not content:
         raise bad(f"{name}.content", content, "a text or a list of at least one block")
+    check_count(f"{name}.content", content, MAX_PARTS, "blocks")
     blocks = [(f"{name}.content[{i}]", check_object(f"{name}.content[{i}]", part)) for i, part in enumerate(content)]
     return [_assistant_message(blocks)] if role == "assistant" else _user_messages(blocks)
 
@@ -176,6 +179,7 @@ def _text_of(name: str, value: Any) -> str:
         return value
     if not isinstance(value, list):
         raise bad(name, value, "a text or a list of text blocks")
+    check_count(name, value, MAX_PARTS, "blocks")
     texts: list[str] = []
     for i, block in enumerate(value):
         if check_object(f"{name}[{i}]", block).get("type") != "text":
@@ -187,6 +191,7 @@ def _text_of(name: str, value: Any) -> str:
 def _tools(value: Any) -> list[Json]:
     if not isinstance(value, list):
         raise bad("tools", value, "a list of tools")
+    check_count("tools", value, MAX_TOOLS, "tools")
     made: list[Json] = []
     for i, tool in enumerate(value):
         if check_object(f"tools[{i}]", tool).get("type") not in (None, "custom"):

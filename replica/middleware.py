@@ -11,7 +11,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from proxy.protocol import REQUEST_ID_HEADER
+from proxy.protocol import REQUEST_ID_HEADER, VALID_REQUEST_ID
 from replica.errors import RequestError, Unauthorized
 from replica.http_io import error_response, http_error
 from replica.messages_api import error_body
@@ -22,21 +22,26 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED: Final = 499  # nginx's status for a client that left; seen in the metrics only
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 MESSAGES_PATH: Final = "/v1/messages"
-_ACCEPTED_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_VALID_ID: Final = re.compile(VALID_REQUEST_ID)
 _GUARDED: Final = ("/v1/", "/tokenize", "/detokenize")
 
 
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Gives the request its id: the client's (or the proxy's) if it is one, else a new one."""
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    request[REQUEST_ID] = given if _ACCEPTED_ID.fullmatch(given) else uuid.uuid4().hex
+    request[REQUEST_ID] = _id_of(request)
     return await handler(request)
 
 
 async def show_id(request: web.Request, response: web.StreamResponse) -> None:
     """Puts the request's id into the answer's headers."""
-    response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+    # aiohttp refuses what is wrong with `Expect` before any middleware runs.
+    response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID] if REQUEST_ID in request else _id_of(request)
+
+
+def _id_of(request: web.Request) -> str:
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 @web.middleware

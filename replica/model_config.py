@@ -180,7 +180,7 @@ class _Fields:
             values = json.loads(path.read_bytes())
         except FileNotFoundError:
             raise CheckpointError(f"{path.parent} has no config.json; is it a Hugging Face checkpoint?") from None
-        except (OSError, ValueError) as err:
+        except (OSError, ValueError, RecursionError) as err:
             raise CheckpointError(f"cannot read {path}: {err}") from err
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} holds {type(values).__name__}, not an object")

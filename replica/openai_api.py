@@ -105,13 +105,8 @@ def parse_json(body: bytes) -> Any:
         raise BadRequest(f"the body is not valid JSON: {err}") from err
 
 
-def parse_chat(reader: FieldReader, body: bytes) -> ChatRequest:
-    """Checks a body of /v1/chat/completions. Raises BadRequest."""
-    return read_chat(reader, parse_json(body), body_bytes=len(body))
-
-
 def read_chat(reader: FieldReader, body: Any, *, body_bytes: int) -> ChatRequest:
-    """Checks a chat that is parsed already. Raises BadRequest."""
+    """Checks the parsed body of /v1/chat/completions, or what another API makes of its own. Raises BadRequest."""
     values = reader.read(body, CHAT)
     choice, effort = values.pop("tool_choice"), values.pop("reasoning_effort")
     if choice == "none":

@@ -24,19 +24,17 @@ class PlanSettings:
     dtype: str  # of weights that are not FP8, of activations and of the KV cache: a key of DTYPE_BYTES
     device_bytes: int  # what weights, reserve and KV cache of one rank may take together
     step_tokens: int  # tokens of one decode step, all replicas together
-    survive: int | None = None  # replicas that may be lost; None: 1 if there are several
+    survive: int = 0  # replicas that may be lost: room for their blocks is kept
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that no plan can be made for."""
         if self.device_bytes < 1 or self.step_tokens < 1:
             raise ConfigError("--device-memory and --step-tokens must be above 0")
-        if self.survive is not None and self.survive < 0:
+        if self.survive < 0:
             raise ConfigError(f"--survive is {self.survive}, must not be negative")
 
     def losses(self, layout: Layout) -> int:
         """How many replicas of the layout may be lost."""
-        if self.survive is None:
-            return int(layout.dp > 1)
         if self.survive >= layout.dp:
             raise ConfigError(
                 f"--survive is {self.survive}, must be below the {layout.dp} replicas of {layout.flags()}"
@@ -157,9 +155,9 @@ def suggest(config: ModelConfig, num_devices: int, settings: PlanSettings, nnode
     if not 1 <= num_devices <= MAX_WORLD:
         raise ConfigError(f"--suggest is {num_devices}, must be 1 to {MAX_WORLD} devices")
     specs = tensor_specs(config, settings.dtype)
-    layouts = [layout for layout in valid_layouts(num_devices, config, nnodes) if (settings.survive or 0) < layout.dp]
+    layouts = [layout for layout in valid_layouts(num_devices, config, nnodes) if settings.survive < layout.dp]
     if not layouts:
-        demand = f"--nnodes {nnodes} and --survive {settings.survive or 0}"
+        demand = f"--nnodes {nnodes} and --survive {settings.survive}"
         raise ConfigError(f"no layout of {num_devices} devices allows {demand}; lower them or take more devices")
     plans = [make_plan(config, layout, settings, specs) for layout in layouts]
     fitting = [plan for plan in plans if not plan.missing_bytes] or plans

@@ -56,13 +56,7 @@ def add_plan_parser(commands: Any) -> None:
     parser.add_argument("--dtype", default="auto", choices=dtypes, help="of what is not FP8 (auto: the checkpoint's)")
     for flag, kind, default, metavar, text in (
         ("--device-memory", float, 80.0, "GIB", "GiB of each device for weights and KV cache (default 80)"),
-        (
-            "--survive",
-            int,
-            None,
-            "N",
-            "replicas that may be lost; room for their blocks is kept (default 1 of several)",
-        ),
+        ("--survive", int, 0, "N", "replicas that may be lost; room for their blocks is kept (default 0)"),
         ("--step-tokens", int, 256, "N", "tokens of a decode step of all replicas, for the bytes sent (default 256)"),
         ("--suggest", int, None, "N", "list the valid layouts of N devices, best first"),
     ):
@@ -102,7 +96,7 @@ def check_tensors(folder: Path, config: ModelConfig) -> str:
         try:
             weight_map = dict(json.loads(index.read_bytes())["weight_map"])
             is_whole = all((folder / file).is_file() for file in set(weight_map.values()))
-        except (OSError, ValueError, TypeError, KeyError) as err:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as err:
             raise CheckpointError(f"{index} is damaged: {type(err).__name__}: {err}") from err
         if not is_whole:
             check_names(folder, weight_map.keys(), config)

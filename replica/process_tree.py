@@ -11,7 +11,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 def follow_parent(fd: int, on_byte: Callable[[], None] = lambda: None) -> None:
@@ -29,6 +29,15 @@ def follow_parent(fd: int, on_byte: Callable[[], None] = lambda: None) -> None:
         os._exit(1)
 
     threading.Thread(target=follow, name="lifeline", daemon=True).start()
+
+
+def ignoring_signals(command: Sequence[str]) -> tuple[str, ...]:
+    """The command, begun with SIGINT and SIGTERM ignored: they come to every process of a terminal or a service.
+
+    A Python that ignored them itself would do so only after its imports. The shell becomes the command; it is there
+    because libuv, under uvloop, resets what a child would inherit.
+    """
+    return ("/bin/sh", "-c", 'trap "" INT TERM; exec "$@"', "sh", *command)
 
 
 def describe_status(status: int) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
+from replica.stop_strings import without_undecided_end
+
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
 
@@ -104,15 +106,6 @@ class ReasoningSplitter:
             self._held = after
             self._state = _State.CLOSED
             return before.rstrip("\n")
-        decided = len(_without_undecided_end(before))
+        decided = len(without_undecided_end(before, CLOSE))
         self._held = before[decided:]
         return before[:decided]
-
-
-def _without_undecided_end(text: str) -> str:
-    """The text without an end that `</think>` may complete, and without the newlines before that."""
-    for length in range(len(CLOSE) - 1, 0, -1):
-        if text.endswith(CLOSE[:length]):
-            text = text[:-length]
-            break
-    return text.rstrip("\n")

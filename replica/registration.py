@@ -126,7 +126,7 @@ class _Link:
                     await socket.close()
         except TimeoutError as err:
             raise ProxyLost(f"no answer within {ANSWER_TIMEOUT_S:g} s") from err
-        except (ClientError, ConnectionError, ProtocolError) as err:
+        except (ClientError, ConnectionError, ProtocolError, ValueError) as err:  # ValueError: a URL that is none
             raise ProxyLost(str(err) or type(err).__name__) from err
 
     async def _dial(self, session: ClientSession) -> ClientWebSocketResponse:

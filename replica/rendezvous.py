@@ -32,13 +32,13 @@ class Rendezvous:
     """The groups of one rank while they are built: `blob`, then `connect`."""
 
     def __init__(self, layout: Layout, rank: int, *, device: torch.device, peer_host: str, timeout_s: float) -> None:
-        """Starts to build. `peer_host` is this machine's address for its peers, `timeout_s` that of a collective."""
+        """Starts to build. `peer_host` is this machine's address for its peers, `timeout_s` is of a collective.
+
+        Raises PeerError if it is no address of this machine.
+        """
         self._layout = layout
         self._rank = rank
-        # One gloo device for all groups: each has a thread that wakes a hundred times a second, parked or not.
-        gloo: Any = ProcessGroupGloo  # torch's stub lacks what is used here and in _gloo_group
-        gloo_device = None if device.type == "cuda" else gloo.create_device(hostname=peer_host)
-        settings = _Settings(device, gloo_device, timedelta(seconds=timeout_s))
+        settings = _Settings(device, _gloo_device(peer_host), timedelta(seconds=timeout_s))
         self._pending = [_PendingGroup(ranks, rank, settings) for ranks in shared_groups(layout, rank)]
 
     def blob(self) -> bytes:
@@ -62,7 +62,7 @@ class Rendezvous:
 @dataclass(frozen=True, slots=True)
 class _Settings:
     device: torch.device
-    gloo_device: Any  # on the CPU
+    gloo_device: Any
     timeout: timedelta  # of every collective
 
 
@@ -161,6 +161,15 @@ class _ProcessGroupTransport:
     def all_to_all(self, received: Tensor, sent: Tensor, receive_rows: Sequence[int], send_rows: Sequence[int]) -> None:
         """See Transport."""
         self._group.alltoall_base(received, sent, list(receive_rows), list(send_rows), self._options).wait()
+
+
+def _gloo_device(peer_host: str) -> Any:
+    """One for all groups of a rank: each has a thread that wakes a hundred times a second, parked or not."""
+    gloo: Any = ProcessGroupGloo  # torch's stub lacks what is used here and in _gloo_group
+    try:
+        return gloo.create_device(hostname=peer_host)
+    except RuntimeError as err:
+        raise PeerError(f"peers cannot connect to {peer_host}: {err}") from err
 
 
 def _gloo_group(store: Store, rank: int, size: int, settings: _Settings) -> Any:

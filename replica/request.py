@@ -140,14 +140,12 @@ class Sequence:
     num_computed: int = 0  # tokens whose keys and values are in the cache
     row: int = -1  # in the scheduler's row table while it runs
     finish_reason: FinishReason | None = None  # set once, when it ends
-    num_cached: int = 0  # prompt tokens that were in the cache before it began
     arrived_s: float = 0.0  # monotonic
     started_s: float = 0.0  # monotonic; when its first step began
     constraint: Constraint | None = None
     mask: bytes | None = None  # of the constraint, for the step that comes
-    seen: dict[int, int] = field(
-        default_factory=dict
-    )  # token id -> times in the output; for penalties (logit_edits.py)
+    # Token id -> times in the output; for penalties (logit_edits.py).
+    seen: dict[int, int] = field(default_factory=dict)
     num_seen: int = 0  # output tokens that `seen` counts
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second prompt token on
 

@@ -6,7 +6,20 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from replica.errors import BadRequest
-from replica.fields import MAX_INT32, Check, Field, Schema, Table, bad, check_object, flag, number, string, whole
+from replica.fields import (
+    MAX_INT32,
+    Check,
+    Field,
+    Schema,
+    Table,
+    bad,
+    check_count,
+    check_object,
+    flag,
+    number,
+    string,
+    whole,
+)
 from replica.message_fields import (
     ROLES,
     check_messages,
@@ -23,6 +36,8 @@ MAX_STOP_TOKENS: Final = 1024
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARS: Final = 1024
 MAX_BIASES: Final = 1024
+MAX_PROMPTS: Final = 16384
+MAX_PROMPT_TOKENS: Final = 2**20
 
 
 def check_stop(name: str, value: Any) -> tuple[str, ...]:
@@ -30,8 +45,7 @@ def check_stop(name: str, value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
         raise bad(name, value, "a string or a list of strings")
-    if len(stops) > MAX_STOP_STRINGS:
-        raise BadRequest(f"{name} has {len(stops)} strings, limit is {MAX_STOP_STRINGS}", param=name)
+    check_count(name, stops, MAX_STOP_STRINGS, "strings")
     for stop in stops:
         if not isinstance(stop, str):
             raise bad(name, value, "a string or a list of strings")
@@ -42,18 +56,18 @@ def check_stop(name: str, value: Any) -> tuple[str, ...]:
 
 def check_stop_token_ids(name: str, value: Any) -> frozenset[int]:
     """A list of token ids."""
-    if not isinstance(value, list) or not all(type(i) is int and 0 <= i <= MAX_INT32 for i in value):
+    if not isinstance(value, list):
         raise bad(name, value, "a list of token ids")
-    if len(value) > MAX_STOP_TOKENS:
-        raise BadRequest(f"{name} has {len(value)} ids, limit is {MAX_STOP_TOKENS}", param=name)
+    check_count(name, value, MAX_STOP_TOKENS, "ids")
+    if not all(type(i) is int and 0 <= i <= MAX_INT32 for i in value):
+        raise bad(name, value, "a list of token ids")
     return frozenset(value)
 
 
 def check_logit_bias(name: str, value: Any) -> dict[int, float]:
     """Token ids, as JSON's keys are: strings, and from -100 to 100 for each."""
     biases = check_object(name, value)
-    if len(biases) > MAX_BIASES:
-        raise BadRequest(f"{name} has {len(biases)} tokens, limit is {MAX_BIASES}", param=name)
+    check_count(name, biases, MAX_BIASES, "tokens")
     check = number(-100, 100).check
     made: dict[int, float] = {}
     for key, bias in biases.items():
@@ -67,6 +81,10 @@ def check_prompts(name: str, value: Any) -> list[str | list[int]]:
     """One prompt (a text or token ids) or a list of them."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
     many = [value] if is_one else value
+    if isinstance(many, list):
+        check_count(name, many, MAX_PROMPTS, "prompts")
+        if is_one and isinstance(value, list):
+            check_count(name, value, MAX_PROMPT_TOKENS, "tokens")
     if not isinstance(many, list) or not many or not all(map(_is_prompt, many)):
         raise bad(name, value, "a text, a list of token ids, or a list of one or more of either")
     return many

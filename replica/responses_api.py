@@ -12,7 +12,8 @@ from replica.answers import Event, Json, to_json, usage_of
 from replica.blocks import Block, Blocks, Change, Kind
 from replica.choice import Choice, Delta
 from replica.errors import BadRequest, RequestError
-from replica.fields import bad, check_object, check_string
+from replica.fields import bad, check_count, check_object, check_string
+from replica.message_fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 
 _SAME: Final = (
     *("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_calls"),
@@ -192,6 +193,7 @@ def _messages(instructions: Any, given: Any) -> list[Json]:
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise bad("input", given, "a text or a list of at least one item")
+    check_count("input", given, MAX_MESSAGES, "items")
     for i, item in enumerate(given):
         _add_item(messages, f"input[{i}]", check_object(f"input[{i}]", item))
     return messages
@@ -234,6 +236,7 @@ def _content(name: str, value: Any) -> str:
         return value
     if not isinstance(value, list):
         raise bad(name, value, "a text or a list of text parts")
+    check_count(name, value, MAX_PARTS, "parts")
     texts: list[str] = []
     for i, part in enumerate(value):
         kind = check_object(f"{name}[{i}]", part).get("type")
@@ -246,6 +249,7 @@ def _content(name: str, value: Any) -> str:
 def _tools(value: Any) -> list[Json]:
     if not isinstance(value, list):
         raise bad("tools", value, "a list of tools")
+    check_count("tools", value, MAX_TOOLS, "tools")
     made: list[Json] = []
     for i, tool in enumerate(value):
         if check_object(f"tools[{i}]", tool).get("type") != "function":

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 from aiohttp import web
 
 from replica.answers import Json, to_json
 from replica.choice import Choice
 from replica.config import ReplicaConfig
-from replica.errors import Unavailable, UnknownModel
+from replica.errors import Unavailable
 from replica.fields import FieldReader
 from replica.generation import Asked, Generation, SequenceLoop
 from replica.grammar import GrammarCompiler
-from replica.http_io import read_body
+from replica.http_io import MIB, read_body
 from replica.lifecycle import EngineState, Lifecycle
 from replica.logprobs import ChatLogprobs, CompletionLogprobs
 from replica.messages_api import MessagesWriter, chat_of_messages
@@ -50,6 +50,8 @@ from replica.served_model import ServedModel
 from replica.tokens_api import detokenize, tokenize
 from replica.tool_choice import chat_grammar
 
+BODY_BYTES_PER_TOKEN: Final = 128  # a token is about 4 characters, seldom 16, and JSON may write one in 6 bytes
+
 
 def build_app(
     *, config: ReplicaConfig, model: ServedModel, loop: SequenceLoop, lifecycle: Lifecycle
@@ -61,7 +63,7 @@ def build_app(
         middlewares=[identify, count_answers(metrics), errors_as_json, authorize_with(config.api_key)]
     )
     app.on_response_prepare.append(show_id)
-    app.cleanup_ctx.append(api.grammar_checker)
+    app.cleanup_ctx.append(api.close_grammars)
     app.router.add_post("/v1/chat/completions", api.chat_completions)
     app.router.add_post("/v1/completions", api.completions)
     app.router.add_post("/v1/responses", api.responses)
@@ -96,10 +98,11 @@ class Api:
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._generation = Generation(config=config, model=model, loop=loop, metrics=metrics)
+        self._max_body_bytes = max_body_bytes(config, model.max_model_len)
         self._reader = FieldReader()
         self._grammars = GrammarCompiler(model)
 
-    async def grammar_checker(self, app: web.Application) -> AsyncIterator[None]:
+    async def close_grammars(self, app: web.Application) -> AsyncIterator[None]:
         """Ends the process that tries grammars with the application."""
         yield
         await self._grammars.close()
@@ -194,9 +197,7 @@ class Api:
 
     async def one_model(self, request: web.Request) -> web.Response:
         """GET /v1/models/{model}."""
-        name = request.match_info["model"]
-        if name != self._model.name:
-            raise UnknownModel(f"the model {name[:200]!r} is not served here; {self._model.name!r} is", param="model")
+        check_model(request.match_info["model"], self._model)
         return _json_response(self._model_object())
 
     async def health(self, request: web.Request) -> web.Response:
@@ -250,7 +251,7 @@ class Api:
         """The body of a request for an answer. Raises Unavailable before it is read if there can be none."""
         if self._lifecycle.state is not EngineState.READY:
             raise Unavailable(self._lifecycle.reason or f"the replica is {self._lifecycle.state}")
-        return await read_body(request, max_body_mb=self._config.max_body_mb, timeout_s=self._config.client_timeout_s)
+        return await read_body(request, max_bytes=self._max_body_bytes, timeout_s=self._config.client_timeout_s)
 
     def _model_object(self) -> Json:
         return {
@@ -260,6 +261,16 @@ class Api:
             "owned_by": "lockstep",
             "max_model_len": self._model.max_model_len,
         }
+
+
+def max_body_bytes(config: ReplicaConfig, max_model_len: int) -> int:
+    """The most bytes of a body: --max-body-mb, or what a full context can need.
+
+    While a body is parsed and checked nothing else runs, so one that cannot be answered should not be taken in.
+    """
+    if config.max_body_mb:
+        return int(config.max_body_mb * MIB)
+    return min(max(MIB, max_model_len * BODY_BYTES_PER_TOKEN), 32 * MIB)
 
 
 def _json_response(value: Json) -> web.Response:

@@ -2,7 +2,7 @@
 
     clock.arrive(...)                  what the replica would run next; again, to replace it, until it is released
     release = await clock.released()   run exactly this
-    clock.done(release.step)           all ranks have reported
+    clock.done(release.step)           all ranks have reported: the batch is committed
 
 An arrival stands until it is released: that is how an idle replica waits. The rules of the clock that several replicas
 share are in coordinator/clock.py; `group_clock.py` is the way to it.
@@ -66,7 +66,7 @@ class StepClock(Protocol):
         """The next step, once it is released. Raises GroupLost."""
 
     def done(self, step: int) -> None:
-        """All ranks of this replica have reported the step."""
+        """All ranks of this replica have reported the step, and its batch is committed."""
 
     async def failed(self) -> NoReturn:
         """Waits until the group can step no more, and raises GroupLost."""

@@ -1,4 +1,4 @@
-"""The step loop: schedule -> arrive -> released -> run on the ranks -> done -> commit -> publish. One path.
+"""The step loop: schedule -> arrive -> released -> run on the ranks -> commit -> done -> publish. One path.
 
 What runs is what the clock releases: this replica's tokens, or a step without any because another replica of its group
 has work. There is no early return: every released step is one forward of every rank (step_clock.py).
@@ -232,8 +232,8 @@ class StepLoop:
         self._is_stepping = True
         output = await self._run_on_ranks(batch, release)
         self._is_stepping = False
-        self._clock.done(release.step)
         outputs = self._scheduler.commit(batch, output.token_ids, output.logprobs)
+        self._clock.done(release.step)
         self._count_step(batch, wait_s=wait_s, released_s=released_s)
         for sequence, token_output in outputs:
             sequence.stream.put(token_output)

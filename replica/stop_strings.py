@@ -2,6 +2,8 @@
 
 What might be the begin of a stop string is held back until that is decided, so that no part of one is ever seen. The
 first stop string to be complete counts; of those complete with the same character, the longest.
+
+Tags, which reasoning.py and tools.py look for, are held back in the same way: `without_undecided_end`.
 """
 
 from __future__ import annotations
@@ -55,3 +57,12 @@ class StopStrings:
             if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
                 return length
         return 0
+
+
+def without_undecided_end(text: str, tag: str) -> str:
+    """The text without an end that may be the begin of `tag`, and without the newlines before that."""
+    for length in range(len(tag) - 1, 0, -1):
+        if text.endswith(tag[:length]):
+            text = text[:-length]
+            break
+    return text.rstrip("\n")

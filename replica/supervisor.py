@@ -26,7 +26,7 @@ from replica.checkpoint import Checkpoint
 from replica.config import ReplicaConfig
 from replica.group_config import group_config
 from replica.model_config import ModelConfig
-from replica.process_tree import describe_status, new_event_loop
+from replica.process_tree import describe_status, ignoring_signals, new_event_loop
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class EngineProcess:
         try:
             with theirs:
                 self._process = await asyncio.create_subprocess_exec(
-                    *self._command, str(theirs.fileno()), stdin=DEVNULL, pass_fds=[theirs.fileno()]
+                    *ignoring_signals(self._command), str(theirs.fileno()), stdin=DEVNULL, pass_fds=[theirs.fileno()]
                 )
             with suppress(ConnectionError):  # it ended before it had read all that was written
                 if await reader.read(1):
@@ -149,9 +149,12 @@ class Supervisor:
         return 0
 
     def _stopped_code(self, life: Life) -> int:
-        # Replicas that are stopped while they start may miss each other on the way out, which harms nobody.
-        was_starting = life.ready_s is None and self._config.layout.dp > 1
-        return 0 if life.status == 0 or (was_starting and life.status == 1) else 1
+        harmless = {0}
+        if life.ready_s is None:
+            harmless |= {-signal.SIGINT, -signal.SIGTERM}  # in the instant before it ignored them
+            if self._config.layout.dp > 1:
+                harmless.add(1)  # replicas that are stopped while they start may miss each other on the way out
+        return 0 if life.status in harmless else 1
 
     async def _live(self) -> Life:
         """One life of all engines, and of the clock that they share."""
@@ -220,18 +223,24 @@ def supervise(config: ReplicaConfig) -> int:
 
     Raises ConfigError, before anything is started, for a model or layout that cannot be served.
     """
-    model = ModelConfig.load(config.model)
-    config.layout.check(model)
-    shared = None
-    if config.layout.dp > 1:
-        shared = group_config(config, model, Checkpoint.open(config.model))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(_supervise(config, shared))
+        return runner.run(_supervise(config))
 
 
-async def _supervise(config: ReplicaConfig, shared: dict[str, str] | None) -> int:
-    supervisor = Supervisor(config, shared=shared)
+async def _supervise(config: ReplicaConfig) -> int:
+    def stop() -> None:
+        supervisor.stop()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, supervisor.stop)
+        loop.add_signal_handler(number, stop)
+    # Nothing is awaited before there is a supervisor, so what comes meanwhile reaches it, too.
+    supervisor = Supervisor(config, shared=_shared(config))
     return await supervisor.run()
+
+
+def _shared(config: ReplicaConfig) -> dict[str, str] | None:
+    """What the members of a group must have in common; None for a replica alone. Raises ConfigError."""
+    model = ModelConfig.load(config.model)
+    config.layout.check(model)
+    return group_config(config, model, Checkpoint.open(config.model)) if config.layout.dp > 1 else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from replica.answers import Json
-from replica.errors import BadRequest
-from replica.fields import Field, FieldReader, Table, bad, flag, string
+from replica.fields import Field, FieldReader, Table, bad, check_count, flag, string
 from replica.openai_api import chat_prompt, check_model, check_token_ids, encode_text, take_conversation
 from replica.request_fields import CONVERSATION_FIELDS
 from replica.served_model import ServedModel
@@ -15,10 +14,11 @@ MAX_TOKENS: Final = 2**20  # of a /detokenize
 
 
 def _check_tokens(name: str, value: Any) -> list[int]:
-    if not isinstance(value, list) or not all(type(i) is int for i in value):
+    if not isinstance(value, list):
         raise bad(name, value, "a list of token ids")
-    if len(value) > MAX_TOKENS:
-        raise BadRequest(f"{name} has {len(value)} ids, limit is {MAX_TOKENS}", param=name)
+    check_count(name, value, MAX_TOKENS, "ids")
+    if not all(type(i) is int for i in value):
+        raise bad(name, value, "a list of token ids")
     return value
 
 

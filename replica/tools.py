@@ -17,6 +17,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Final
 
+from replica.stop_strings import without_undecided_end
+
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
 # How nearly every call begins; a call in another order of its keys is passed on when it is whole.
@@ -83,7 +85,7 @@ class ToolSplitter:
             self._held = after
             self._state = self._head
             return True
-        decided = _without_undecided_end(before)
+        decided = without_undecided_end(before, OPEN)
         split.content += decided
         self._held = before[len(decided) :]
         return False
@@ -185,12 +187,3 @@ def _unquoted(text: str) -> str | None:
         return value
     except ValueError:  # an escape that JSON does not have
         return None
-
-
-def _without_undecided_end(text: str) -> str:
-    """The text without an end that the opening tag may complete, and without the newlines before that."""
-    for length in range(len(OPEN) - 1, 0, -1):
-        if text.endswith(OPEN[:length]):
-            text = text[:-length]
-            break
-    return text.rstrip("\n")

@@ -4,7 +4,8 @@ The main thread reads frames from the socket FRAME_FD and answers them one by on
 thread watches the pipe LIFELINE_FD and ends the process when the engine is gone, whatever the main thread is doing.
 SIGINT and SIGTERM are ignored: Ctrl-C reaches the whole foreground group, and the engine says when its workers stop.
 
-Exit codes: 0 shut down or engine gone, 1 a step or the start failed, 2 the setting or checkpoint is at fault.
+Exit codes: 0 shut down, 1 a step or the start failed, 2 the setting or checkpoint is at fault. When the engine is gone
+nobody is left to see one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Final
@@ -29,7 +29,6 @@ from replica.errors import ConfigError
 from replica.frames import (
     FRAMES_VERSION,
     HEADER,
-    MAX_FRAME_BYTES,
     Blob,
     Blobs,
     Failed,
@@ -42,6 +41,7 @@ from replica.frames import (
     StepDone,
     StepInput,
     StepOutput,
+    body_length,
     decode,
     encode,
 )
@@ -49,6 +49,7 @@ from replica.groups import CollectiveCount, Groups
 from replica.kv_cache import KVCache, num_blocks_in
 from replica.model_config import ModelConfig
 from replica.models.qwen3_moe import Qwen3Moe
+from replica.process_tree import follow_parent
 from replica.rendezvous import Rendezvous
 from replica.sampler import sample
 from replica.shards import Shards
@@ -58,6 +59,7 @@ from replica.weights import WeightReader
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.1
+PEER_HOST: Final = "127.0.0.1"  # this rank's address for the others of its group, which are all on this machine
 
 
 class FrameChannel:
@@ -75,10 +77,7 @@ class FrameChannel:
         header = self._read(HEADER.size)
         if header is None:
             return None
-        (length,) = HEADER.unpack(header)
-        if length > MAX_FRAME_BYTES:
-            raise FrameError(f"frame has {length} bytes, limit is {MAX_FRAME_BYTES}")
-        body = self._read(length)
+        body = self._read(body_length(header))
         return None if body is None else decode(body)
 
     def _read(self, num_bytes: int) -> bytes | None:
@@ -134,7 +133,7 @@ class Rank:
 def _connect(init: Init, channel: FrameChannel, device: torch.device) -> Groups:
     """Exchanges blobs with the other ranks, by way of the engines, and connects with them."""
     rendezvous = Rendezvous(
-        init.layout, init.rank, device=device, peer_host=init.peer_host, timeout_s=init.collective_timeout_s
+        init.layout, init.rank, device=device, peer_host=PEER_HOST, timeout_s=init.collective_timeout_s
     )
     channel.send(Blob(blob=rendezvous.blob()))
     answer = channel.receive()
@@ -200,12 +199,6 @@ def serve(channel: FrameChannel) -> None:
         channel.send(rank.step(frame))
 
 
-def _exit_with_engine(lifeline_fd: int) -> None:
-    """Blocks until the engine's end of the pipe is closed. Nothing is ever written to it."""
-    os.read(lifeline_fd, 1)
-    os._exit(0)  # not sys.exit: the main thread may be inside a forward or a collective
-
-
 def _tell(channel: FrameChannel, failed: Failed) -> None:
     try:
         channel.send(failed)
@@ -220,7 +213,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # Triton's default differs between releases
-    threading.Thread(target=_exit_with_engine, args=(lifeline_fd,), name="lifeline", daemon=True).start()
+    follow_parent(lifeline_fd)
     channel = FrameChannel(socket.socket(fileno=frame_fd))
     try:
         serve(channel)

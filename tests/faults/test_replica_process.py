@@ -213,3 +213,17 @@ def test_a_cache_of_a_wrong_size_is_refused_in_one_line(commands: Commands) -> N
     assert_refused(commands, "--kv-cache-gb is 1e+06", *arguments, "1e6", within_s=5)
     # The worker says this one, before it loads.
     assert_refused(commands, "one sequence may have 4096", *arguments, "1e-4", within_s=20)
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_while_they_start_ends_the_command_with_0(
+    commands: Commands, number: signal.Signals, num_processes: int
+) -> None:
+    replica = commands.start(str(BIN / "replica"), "serve", str(DEMO_MODEL), "--port", "0")
+    wait_until(lambda: len(replica.pids()) == num_processes, f"{num_processes} processes")
+    time.sleep(0.02)  # in the imports of the last one
+    os.killpg(replica.process.pid, number)
+    assert replica.process.wait(20) == 0, replica.log()
+    replica.assert_gone()
+    assert "Traceback" not in replica.log()

@@ -162,13 +162,15 @@ async def test_stream_that_failed_closes_its_connection() -> None:
     assert b'"the worker died"' in received and b"[DONE]" not in received
 
 
-async def test_request_that_the_replica_aborts_is_a_503(session: ClientSession) -> None:
+async def test_request_that_the_replica_aborts_is_a_503_and_was_begun(session: ClientSession) -> None:
     loop = FakeLoop()
     async with replica(loop, steps=False) as url:
-        asking = asyncio.create_task(post(session, url + CHAT, BODY))
+        asking = asyncio.ensure_future(session.post(url + CHAT, json=BODY))
         await loop.until(lambda: bool(loop.running))
         loop.abort(loop.running)
-        assert (await asking)[0] == 503
+        async with await asking as response:
+            assert response.status == 503 and "Retry-After" in response.headers
+            assert "X-Not-Begun" not in response.headers
 
 
 async def test_text_that_cannot_be_decoded_ends_its_own_request_only(

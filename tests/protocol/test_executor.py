@@ -83,6 +83,14 @@ def pids_of(executor: MpExecutor) -> list[int]:
     return [worker.process.pid for worker in executor._ranks]
 
 
+def is_python(pid: int) -> bool:
+    return "python" in Path(f"/proc/{pid}/exe").readlink().name
+
+
+def environment_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text().split("\0")
+
+
 @pytest.fixture(autouse=True)
 def fake_worker_finds_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -196,3 +204,28 @@ async def test_a_worker_without_an_engine_ends() -> None:
     engine.kill()
     await engine.wait()
     await asyncio.to_thread(wait_until, lambda: is_gone(worker_pid), "the end of the worker", 1)
+
+
+@pytest.mark.parametrize("given", ["", "64"])
+async def test_the_caches_of_a_workers_matmuls_are_bounded_unless_the_operator_says_how(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in executor_mp.PRIMITIVE_CACHES:
+        monkeypatch.delenv(name, raising=False)
+        if given:
+            monkeypatch.setenv(name, given)
+    async with executor_of("works") as executor:
+        await executor.start(INIT, timeout_s=20)
+        (pid,) = pids_of(executor)
+        environment = environment_of(pid)
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        assert f"{name}={given or 16}" in environment
+
+
+async def test_a_worker_ignores_what_the_whole_process_group_gets_before_its_first_line() -> None:
+    async with executor_of("works") as executor:
+        starting = asyncio.create_task(executor.start(INIT, timeout_s=20))
+        await asyncio.to_thread(wait_until, lambda: any(map(is_python, pids_of(executor))), "the worker's interpreter")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pids_of(executor)[0], number)
+        await starting

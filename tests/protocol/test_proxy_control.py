@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -128,7 +129,14 @@ async def in_flight_is(proxy: RunningProxy, count: int) -> bool:
         ({"url": "not a url"}, "not an address to send requests to"),
         ({"url": "http://h:99999"}, "not an address to send requests to"),
         ({"model": ""}, "must not be empty"),
+        ({"url": "http://.:80"}, "not an address to send requests to"),
+        ({"url": "http://u:p@h:80"}, "not an address to send requests to"),
         ({"replica_id": ""}, "must not be empty"),
+        ({"replica_id": "r" * 257}, "replica_id has 257 characters, limit is 256"),
+        ({"replica_id": "r\n2026 INFO forged"}, "must have printable characters only"),
+        ({"incarnation": "\x1b[2J"}, "must have printable characters only"),
+        ({"model": "m\u2028"}, "must have printable characters only"),
+        ({"url": "http://h/" + "x" * 256}, "url has 265 characters"),
     ],
 )
 async def test_a_hello_that_cannot_be_accepted_is_refused_with_the_reason(
@@ -140,6 +148,48 @@ async def test_a_hello_that_cannot_be_accepted_is_refused_with_the_reason(
         assert isinstance(refused, Refused) and reason in refused.reason
         assert (await line.socket.receive(timeout=5)).type is aiohttp.WSMsgType.CLOSE
         assert await proxy.nodes() == {}
+
+
+async def test_a_namesake_at_another_url_is_refused_and_told_of_the_first_which_stays() -> None:
+    async with running_proxy() as proxy, joined(proxy, hello(NOWHERE, replica_id="r", incarnation="a")):
+        async with control_line(proxy) as line:
+            await line.say(hello("http://127.0.0.1:10", replica_id="r", incarnation="b"))
+            refused = await line.hear()
+            assert isinstance(refused, Refused) and NOWHERE in refused.reason
+        nodes = await proxy.nodes()
+        assert nodes["r"]["incarnation"] == "a" and nodes["r"]["state"] == "live"
+
+
+@pytest.mark.parametrize("after_hello", [False, True])
+async def test_pings_do_not_keep_a_line_open_on_which_nothing_is_said(after_hello: bool) -> None:
+    async with running_proxy(heartbeat_timeout_s=0.1) as proxy, control_line(proxy) as line:
+        if after_hello:
+            await line.say(hello(NOWHERE))
+            await line.hear()
+
+        async def ping() -> None:
+            while True:
+                await line.socket.ping()
+                await asyncio.sleep(0.02)
+
+        pinging = asyncio.create_task(ping())
+        try:
+            refused = await line.hear()
+        finally:
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
+        assert isinstance(refused, Refused) and "nothing came" in refused.reason
+
+
+async def test_a_block_of_the_proxy_itself_makes_no_replica_suspect() -> None:
+    async with running_proxy(heartbeat_timeout_s=0.6) as proxy, fake_replica(answer_ok) as replica:
+        async with joined(proxy, hello(replica.url), beats=False) as line:
+            await line.report()
+            await asyncio.sleep(0.1)  # the proxy ticks
+            asyncio.get_running_loop().call_soon(time.sleep, 0.8)  # this event loop is the proxy's too
+            await asyncio.sleep(0)
+            async with proxy.ask() as response:
+                assert response.status == 200
 
 
 async def test_replicas_and_operators_must_show_the_token_where_there_is_one() -> None:

@@ -13,6 +13,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from proxy.errors import ConnectFailed
+from proxy.upstream import Pool
 from tests.commands import free_port
 from tests.protocol.proxy_fakes import (
     CHAT,
@@ -69,6 +71,12 @@ async def statuses(proxy: RunningProxy, count: int) -> list[int]:
 
 def failing(replica: FakeReplica) -> int:
     return len(replica.received)
+
+
+@pytest.mark.parametrize("url", ["http://.:80", f"http://{'a' * 64}:80", "http://[::1", "http://h:99999"])
+async def test_whatever_connecting_raises_is_a_failed_connection(url: str) -> None:
+    with pytest.raises(ConnectFailed, match="no connection to"):
+        await Pool(connect_timeout_s=5.0, clock=time.monotonic).dial(url)
 
 
 async def test_an_answer_500_is_the_answer_and_a_replica_that_gives_only_these_is_left_alone() -> None:

@@ -268,3 +268,10 @@ async def test_cancellation_in_the_moment_in_which_the_proxy_goes_is_not_lost(pr
         await proxy.sockets[-1].close()
         for _ in range(num_turns):  # of the event loop, so that every order of the two events is tried
             await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("url", ["http://.:80", f"http://{'a' * 80}:80", "http://a:99999", "http://[::1"])
+async def test_an_address_that_is_none_is_a_failed_attempt(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with registered(url):  # which fails the test if the registration ends
+        await asyncio.sleep(0.3)
+    assert len(caplog.records) == 1 and caplog.records[0].getMessage().startswith(f"proxy lost url={url} reason=")

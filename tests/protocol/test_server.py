@@ -5,23 +5,27 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import logging
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientSession, web
 
+from replica.engine import make_runner
 from replica.lifecycle import EngineState, Lifecycle
-from tests.protocol.fake_loop import CONFIG, FakeLoop, replica
-from tests.protocol.http_probe import BODY, CHAT, COMPLETIONS, PROMPT, post, stream
+from replica.server import build_app, max_body_bytes
+from tests.protocol.fake_loop import CONFIG, MODEL, FakeLoop, replica
+from tests.protocol.http_probe import BODY, CHAT, COMPLETIONS, PROMPT, post, raw_client, stream
 
 
 async def test_request_id_is_kept_or_made_and_decides_the_seed(session: ClientSession) -> None:
     loop = FakeLoop()
     async with replica(loop) as url:
-        for given in ("same", "same", "other", "not an id", "x" * 200):
+        for given in ("same", "same", "a/b", "not an id", "x" * 200):
             async with session.post(url + CHAT, json=BODY, headers={"X-Request-Id": given}) as response:
                 shown = response.headers["X-Request-Id"]
-                assert (shown == given) is (given in ("same", "other"))
+                assert (shown == given) is (given in ("same", "a/b"))
                 assert (await response.json())["id"] == f"chatcmpl-{shown}"
         async with session.post(url + CHAT, json={**BODY, "stream": True}, headers={"X-Request-Id": "s"}) as response:
             assert response.headers["X-Request-Id"] == "s"
@@ -72,16 +76,17 @@ async def test_replica_that_is_not_ready_asks_to_come_again(session: ClientSessi
             async with session.post(url + path, json=body) as response:
                 error = (await response.json())["error"]
                 assert response.status == 503 and int(response.headers["Retry-After"]) >= 1
+                assert response.headers["X-Not-Begun"]
                 assert str(state) in error["message"] and error["type"] == "service_unavailable"
     assert not loop.submitted
 
 
-async def test_full_queue_is_a_503(session: ClientSession) -> None:
+async def test_full_queue_is_a_503_for_another_replica_to_take(session: ClientSession) -> None:
     loop = FakeLoop()
     loop.is_full = True
-    async with replica(loop) as url:
-        status, body = await post(session, url + CHAT, {**BODY, "stream": True})
-    assert (status, body["error"]["message"]) == (503, "the queue is full")
+    async with replica(loop) as url, session.post(url + CHAT, json={**BODY, "stream": True}) as response:
+        assert response.status == 503 and response.headers["X-Not-Begun"]
+        assert (await response.json())["error"]["message"] == "the queue is full"
 
 
 async def test_errors_have_openais_shape(session: ClientSession) -> None:
@@ -214,3 +219,54 @@ async def test_metrics_follow_requests(session: ClientSession) -> None:
 async def test_version_is_told(session: ClientSession) -> None:
     async with replica(FakeLoop()) as url, session.get(url + "/version") as response:
         assert (await response.json())["version"]
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "mib"), [(4096, 1), (8192, 1), (40_960, 5), (262_144, 32), (1_000_000, 32)], ids=str
+)
+def test_a_body_may_have_what_a_full_context_can_need(max_model_len: int, mib: int) -> None:
+    assert max_body_bytes(CONFIG, max_model_len) == mib * 2**20
+    assert max_body_bytes(dataclasses.replace(CONFIG, max_body_mb=0.5), max_model_len) == 2**19
+
+
+@asynccontextmanager
+async def engines_server() -> AsyncIterator[str]:
+    """The HTTP server with the settings that an engine gives it."""
+    app = build_app(config=CONFIG, model=MODEL, loop=FakeLoop(), lifecycle=Lifecycle(state=EngineState.READY))
+    runner = make_runner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_malformed_request_logs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines_server() as url:
+        for malformed in (
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+            b"\x16\x03\x01\r\n\r\n",
+        ):
+            async with raw_client(url, malformed) as (reader, _):
+                assert b" 400 " in await reader.readline()
+    assert not [record for record in caplog.records if record.levelno > logging.INFO or record.exc_info]
+
+
+async def test_a_head_that_a_proxy_lets_through_is_taken() -> None:
+    async with (
+        engines_server() as url,
+        ClientSession() as session,
+        session.get(url + "/v1/models", headers={"X-Long": "x" * 60_000}) as response,
+    ):
+        assert response.status == 200
+
+
+async def test_an_expectation_that_is_unknown_is_refused_in_one_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async with engines_server() as url:
+        fields = b"Host: x\r\nExpect: 200-maybe\r\nX-Request-Id: e\r\nContent-Length: 2\r\n"
+        async with raw_client(url, b"POST /v1/completions HTTP/1.1\r\n" + fields + b"\r\n{}") as (reader, _):
+            answer = await reader.readuntil(b"\r\n\r\n")
+    assert b" 417 " in answer and b"X-Request-Id: e\r\n" in answer
+    assert not [record for record in caplog.records if record.exc_info]

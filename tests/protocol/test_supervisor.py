@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import pytest
 from replica import supervisor
 from replica.config import ReplicaConfig
 from replica.supervisor import Supervisor
-from tests.commands import wait_until
+from tests.commands import DEMO_MODEL, wait_until
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
@@ -134,3 +136,21 @@ async def test_an_engine_that_does_not_stop_is_killed(tmp_path: Path, monkeypatc
     await trial.wait_for_life(1)
     trial.replica.stop()
     assert await running == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_checkpoint_is_checked_ends_the_command_with_0(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def signalled(config: ReplicaConfig) -> None:
+        os.kill(os.getpid(), number)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("nobody handled the signal")
+
+    monkeypatch.setattr(supervisor, "_shared", signalled)
+    before = signal.signal(number, fail)
+    try:
+        assert supervisor.supervise(ReplicaConfig(model=DEMO_MODEL, port=0)) == 0
+    finally:
+        signal.signal(number, before)

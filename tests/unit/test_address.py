@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from replica.address import advertised_url, http_url, listen
+from replica.address import advertised_url, host_and_port, http_url, listen
 from replica.config import ReplicaConfig
+from replica.engine import make_hello
 from replica.errors import ConfigError
+from replica.model_config import ModelConfig
+from replica.served_model import ServedModel
+from tests.commands import DEMO_MODEL
 
 
 def make_config(**values: object) -> ReplicaConfig:
@@ -68,3 +72,25 @@ def test_an_unknown_proxy_is_answered_with_the_remedy() -> None:
     config = make_config(host="0.0.0.0", proxy_urls=("http://no-such-host.invalid:8000",))
     with pytest.raises(ConfigError, match="--advertise-url"):
         advertised_url(config, 8001)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://10.0.0.1:8001", "10.0.0.1:8001"),
+        ("http://[::1]:8001", "[::1]:8001"),
+        ("https://replica.example", "replica.example:443"),
+        ("http://replica.example/", "replica.example:80"),
+    ],
+)
+def test_host_and_port_of_a_url(url: str, expected: str) -> None:
+    assert host_and_port(url) == expected
+
+
+def test_replicas_of_machines_of_one_name_have_ids_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    configs = [ReplicaConfig(model=DEMO_MODEL, host=host) for host in ("10.0.0.1", "10.0.0.2")]
+    model = ServedModel.load(configs[0], ModelConfig.load(DEMO_MODEL))
+    hellos = [make_hello(config, model, "hash", 8001) for config in configs]
+    assert [hello.replica_id for hello in hellos] == ["10.0.0.1:8001", "10.0.0.2:8001"]
+    assert hellos[0].group != hellos[1].group

@@ -17,12 +17,12 @@ CONFIG = ReplicaConfig(model=Path("m"), max_num_seqs=4)
 TOKEN_BYTES = 1024
 
 
-def size(config: ReplicaConfig, *, loaded_bytes: int = 0, reserve_bytes: int = 0, free_bytes: int = 100 * GIB) -> int:
+def size(config: ReplicaConfig, *, loaded_bytes: int = 0, free_bytes: int = 100 * GIB) -> int:
     rank = RankPlan(
         rank=0,
         dp_rank=0,
         weights={"experts": loaded_bytes},
-        reserve_bytes=reserve_bytes,
+        reserve_bytes=0,
         kv_bytes_per_token=TOKEN_BYTES,
         kv_tokens=0,
     )
@@ -52,13 +52,6 @@ def test_weights_that_fill_the_memory_are_refused() -> None:
         size(CONFIG, loaded_bytes=17 * GIB, free_bytes=16 * GIB)
 
 
-def test_room_for_the_weights_of_lost_replicas_is_not_for_the_cache() -> None:
-    wide = replace(CONFIG, max_num_seqs=10**9)
-    assert size(wide, loaded_bytes=2 * GIB, reserve_bytes=4 * GIB, free_bytes=16 * GIB) == 7 * GIB
-    with pytest.raises(ConfigError, match=r"take 6\.0 and the reserve .* \(--survive\) 11\.0: no room"):
-        size(CONFIG, loaded_bytes=6 * GIB, reserve_bytes=11 * GIB, free_bytes=16 * GIB)
-
-
 def test_ranks_share_this_machines_memory() -> None:
     alone = free_memory_bytes(replace(CONFIG, device="cpu"))
     shared = free_memory_bytes(replace(CONFIG, device="cpu", layout=Layout.resolve(tp=4)))
@@ -68,3 +61,8 @@ def test_ranks_share_this_machines_memory() -> None:
 def test_a_replicas_devices_follow_those_of_the_replicas_before_it() -> None:
     config = replace(CONFIG, device="cuda", layout=Layout.resolve(dp=2, tp=8))
     assert [resolve_device(replace(config, dp_rank=dp_rank)) for dp_rank in (0, 1)] == ["cuda:0", "cuda:4"]
+
+
+def test_more_than_any_number_of_bytes_is_refused_as_any_other() -> None:
+    with pytest.raises(ConfigError, match=r"--kv-cache-gb is 1e\+308, but of 16\.0 GiB"):
+        size(replace(CONFIG, kv_cache_gb=1e308), free_bytes=16 * GIB)

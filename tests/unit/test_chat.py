@@ -235,3 +235,17 @@ def test_message_that_the_template_does_not_show_cannot_be_continued() -> None:
     template = ChatTemplate.compile({"default": "nothing"}, {})
     with pytest.raises(BadRequest, match="does not show the last message"):
         template.render([user("hi")], continue_final_message=True, max_chars=MAX_CHARS)
+
+
+def test_the_time_before_the_template_begins_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replica.chat.RENDER_DEADLINE_S", -1.0)
+    template = ChatTemplate.compile({"default": "{{ raise_exception('begun') }}"}, {})
+    with pytest.raises(BadRequest, match="the chat template took more than"):
+        template.render([user("hi")], max_chars=MAX_CHARS)
+
+
+def test_arguments_that_nest_without_end_stay_what_the_model_wrote() -> None:
+    template = ChatTemplate.compile({"default": "{{ messages[0].tool_calls[0].function.arguments }}"}, {})
+    arguments = "[" * 100_000
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    assert template.render([message], max_chars=10**6) == arguments

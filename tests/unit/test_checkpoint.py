@@ -180,3 +180,15 @@ def test_the_model_hash_changes_with_all_that_changes_answers(single: Path) -> N
     rewrite_header(single / SINGLE_FILE, json.dumps(header).encode())
     hashes.append(current())
     assert len(set(hashes)) == len(hashes)
+
+
+def test_a_header_or_index_that_nests_without_end_is_damaged(single: Path, sharded: Path) -> None:
+    rewrite_header(single / SINGLE_FILE, b"[" * 100_000)
+    refused(single, "its header is not a safetensors header")
+    (sharded / INDEX_FILE).write_bytes(b"[" * 100_000)
+    refused(sharded, "is damaged: RecursionError")
+
+
+def test_a_config_that_nests_without_end_is_refused(single: Path) -> None:
+    (single / "config.json").write_bytes(b"[" * 100_000)
+    refused(single, "cannot read .*config.json")

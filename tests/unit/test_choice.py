@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replica.choice import Choice, Delta, joined
-from replica.errors import GenerationFailed, Unavailable
+from replica.errors import GenerationFailed, Interrupted
 from replica.metrics import ChoiceTimes, Metrics
 from replica.openai_api import Prompt
 from replica.reasoning import ReasoningSplitter
@@ -131,5 +131,5 @@ def test_choice_that_calls_a_tool_says_so_at_its_end_unless_it_is_cut_off() -> N
 def test_choice_without_an_answer_is_an_error() -> None:
     with pytest.raises(GenerationFailed, match="the worker died"):
         make().push(TokenOutput((), FinishReason.ERROR, "the worker died"))
-    with pytest.raises(Unavailable, match="before the answer was complete"):
+    with pytest.raises(Interrupted, match="before the answer was complete"):
         make().push(TokenOutput((), FinishReason.ABORT))

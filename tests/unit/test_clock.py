@@ -107,7 +107,7 @@ def test_a_step_is_released_when_the_last_has_arrived(clock_class: type[Clock]) 
     assert group.arrive(2) is None
     release = group.arrive(1, 1)
     assert release == Release(epoch=0, step=0, decode_tokens=(3, 1, 0), prefill_tokens=(0, 0, 0), commands=())
-    assert (release.tokens, release.padded_tokens, release.runs_prefill) == ((3, 1, 0), 3, False)
+    assert release.tokens == (3, 1, 0)
 
 
 def test_an_idle_arrival_stands_until_its_step_is_released_and_may_be_replaced(clock_class: type[Clock]) -> None:
@@ -186,16 +186,16 @@ def test_a_done_for_a_step_that_was_not_released_breaks_the_protocol(clock_class
 def test_a_prefill_is_held_while_others_decode_but_not_longer_than_the_delay(clock_class: type[Clock]) -> None:
     group = Group(clock_class, size=2, prefill_delay_s=0.5)
     held = group.run_step((1, 8), (1, 0))
-    assert (held.prefill_tokens, held.tokens, held.runs_prefill) == ((0, 0), (1, 1), False)
+    assert (held.prefill_tokens, held.tokens) == ((0, 0), (1, 1))
     group.now_s += 0.4
-    assert not group.run_step((1, 8), (1, 0)).runs_prefill
+    assert not any(group.run_step((1, 8), (1, 0)).prefill_tokens)
     group.now_s += 0.1
     assert group.run_step((1, 8), (1, 0)).prefill_tokens == (8, 0)
 
 
 def test_prefills_run_at_once_when_all_have_one(clock_class: type[Clock]) -> None:
     group = Group(clock_class, size=2)
-    assert not group.run_step((1, 8), (1, 0)).runs_prefill
+    assert not any(group.run_step((1, 8), (1, 0)).prefill_tokens)
     assert group.run_step((1, 8), (1, 9)).prefill_tokens == (8, 9)
 
 
@@ -208,8 +208,8 @@ def test_a_prompt_that_goes_on_is_not_held_again_and_takes_others_along(clock_cl
     group.run_step((1, 8), (1, 4), (1, 4))
     assert group.run_step((1, 8), (1, 0), (1, 0)).prefill_tokens == (8, 0, 0)
     assert group.run_step((1, 8), (1, 6), (1, 0)).prefill_tokens == (8, 6, 0)
-    assert not group.run_step((1, 0), (1, 0), (1, 0)).runs_prefill
-    assert not group.run_step((1, 8), (1, 0), (1, 0)).runs_prefill
+    assert not any(group.run_step((1, 0), (1, 0), (1, 0)).prefill_tokens)
+    assert not any(group.run_step((1, 8), (1, 0), (1, 0)).prefill_tokens)
 
 
 def test_without_a_delay_no_prefill_is_held() -> None:
@@ -224,7 +224,6 @@ def test_a_command_is_in_one_release_and_wakes_a_parked_group(clock_class: type[
     group.arrive_all((0, 0), (0, 0))
     (release,) = group.clock.command("drain", group.now_s)
     assert release == Release(epoch=0, step=0, decode_tokens=(0, 0), prefill_tokens=(0, 0), commands=("drain",))
-    assert release.padded_tokens == 1
     assert group.arrive_all((0, 0), (1, 0)).commands == ()
 
 

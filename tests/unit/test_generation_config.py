@@ -86,3 +86,9 @@ def test_wrong_end_token_is_a_checkpoint_error(tmp_path: Path, value: Any) -> No
     write(tmp_path, "config.json", eos_token_id=value)
     with pytest.raises(CheckpointError, match="eos_token_id"):
         load_end_token_ids(tmp_path, DEMO)
+
+
+def test_a_file_that_nests_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"cannot read .*generation_config\.json"):
+        GenerationDefaults.load(tmp_path)

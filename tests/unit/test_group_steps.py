@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import pytest
 
+from coordinator import messages
 from replica.errors import GroupLost, WorkerFailed
 from replica.frames import StepInput, StepOutput
 from replica.request import FinishReason, SamplingParams, Sequence, TokenOutput
@@ -252,6 +253,10 @@ async def test_a_lost_member_ends_a_parked_group() -> None:
         group.lose(1)
         with pytest.raises(GroupLost, match=r"member 1 \(r1\) was lost before step 0"):
             await tasks[0]
+
+
+def test_the_replica_and_the_clock_have_one_word_for_the_last_step() -> None:
+    assert STOP == messages.STOP
 
 
 async def test_all_members_act_on_a_command_at_the_same_step_and_stop_together() -> None:

@@ -122,11 +122,6 @@ def test_each_token_has_one_owner_in_its_own_replica(num_tokens: int) -> None:
         assert max(stop - start for start, stop in parts) == math.ceil(num_tokens / layout.attn_tp)
 
 
-def test_replicas_divide_over_the_nodes() -> None:
-    layout = Layout.resolve(dp=6, tp=12, nnodes=3)
-    assert [list(layout.replicas_of_node(node)) for node in range(3)] == [[0, 1], [2, 3], [4, 5]]
-
-
 def test_the_padded_vocabulary_is_the_next_multiple() -> None:
     layout = Layout.resolve(tp=4)
     assert [layout.padded_vocab(size) for size in (1, 4, 5, 640)] == [4, 4, 8, 640]

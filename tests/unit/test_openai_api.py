@@ -13,7 +13,7 @@ import pytest
 
 from replica.config import ReplicaConfig
 from replica.errors import BadRequest, ConfigError, ContextTooLong, UnknownModel
-from replica.fields import FieldReader, Table
+from replica.fields import FieldReader, Table, preview
 from replica.generation_config import GenerationDefaults
 from replica.model_config import ModelConfig
 from replica.openai_api import (
@@ -26,8 +26,9 @@ from replica.openai_api import (
     completion_prompts,
     derived_seed,
     output_tokens,
-    parse_chat,
     parse_completion,
+    parse_json,
+    read_chat,
     sampling_params,
 )
 from replica.request import SamplingParams
@@ -41,6 +42,10 @@ MESSAGES: Final = [{"role": "user", "content": "What is 1 + 2?"}]
 TOOL: Final = {"type": "function", "function": {"name": "get_weather"}}
 NAN: Final = float("nan")
 INFINITE: Final = float("inf")
+
+
+def parse_chat(reader: FieldReader, body: bytes) -> ChatRequest:
+    return read_chat(reader, parse_json(body), body_bytes=len(body))
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -530,3 +535,42 @@ def test_name_of_the_model_is_its_folders_unless_it_is_given() -> None:
     assert MODEL.name == "tiny-moe"
     named = ReplicaConfig(model=Path(DEMO_MODEL), served_model_name="demo")
     assert ServedModel.load(named, ModelConfig.load(DEMO_MODEL)).name == "demo"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop_token_ids": [None] * 2000}, "stop_token_ids has 2000 ids, limit is 1024"),
+        ({"messages": [None] * 20_000}, "messages has 20000 messages, limit is 16384"),
+        ({"messages": [{"role": "user", "content": [None] * 5000}]}, "content has 5000 parts, limit is 4096"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [None] * 2000}]},
+            "messages[0].tool_calls has 2000 calls, limit is 1024",
+        ),
+        ({"tools": [None] * 300}, "tools has 300 tools, limit is 256"),
+        ({"stop": [None] * 100}, "stop has 100 strings, limit is 64"),
+    ],
+    ids=str,
+)
+def test_elements_are_counted_before_they_are_looked_at(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=re.escape(message)):
+        chat(**fields)
+
+
+@pytest.mark.parametrize("prompt", [[None] * 20_000, [1] + [None] * 2**20], ids=["prompts", "tokens"])
+def test_prompts_are_counted_before_they_are_looked_at(prompt: list[Any]) -> None:
+    with pytest.raises(BadRequest, match=r"prompt has \d+ (prompts|tokens), limit is"):
+        completion(prompt=prompt)
+
+
+def test_an_error_shows_the_first_of_a_wrong_value_and_looks_at_nothing_else() -> None:
+    class Unseen:
+        def __repr__(self) -> str:
+            raise AssertionError("it was looked at")
+
+    many = [0] * 8 + [Unseen()]
+    assert preview(many) == "[0, 0, 0, 0, 0, 0, 0, 0, ...]"
+    assert preview({str(i): many if i < 1 else 1 for i in range(9)}).startswith("{'0': [0, 0,")
+    assert preview([[[[Unseen()]]]]) == "[[[...]]]"
+    assert preview("x" * 10**6) == repr("x" * 100) + "..."
+    assert preview({"a": [1, "b", None]}) == repr({"a": [1, "b", None]})

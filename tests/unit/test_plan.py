@@ -107,8 +107,8 @@ def test_the_reserve_holds_the_blocks_of_the_replicas_that_may_be_lost() -> None
 
 def test_replicas_that_hold_all_experts_need_no_reserve() -> None:
     config = model_config()
-    plan = make_plan(config, Layout.resolve(dp=2, tp=4, mlp_tp=4, moe_tp=2, ep=1), SETTINGS)
-    assert plan.losses == 1
+    settings = PlanSettings(**{**_fields(SETTINGS), "survive": 1})
+    plan = make_plan(config, Layout.resolve(dp=2, tp=4, mlp_tp=4, moe_tp=2, ep=1), settings)
     mlp_bytes = sum(rank.weights["mlp"] for rank in plan.ranks)
     block_bytes = 3 * config.hidden_size * 64 * 2
     for rank in plan.ranks:  # the dense MLP's blocks alone: the two ranks of the survivor would hold half of it each

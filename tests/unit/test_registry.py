@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.errors import JoinRefused
 from proxy.protocol import Hello, LoadReport
 from proxy.registry import PROBE_FAILURES_OUT, PROBE_SUCCESSES_IN, InFlight, Registry, Replica, ReplicaState
 
@@ -97,6 +99,38 @@ def test_a_new_life_of_the_same_replica_replaces_the_old_whose_end_then_changes_
     state.leaving(1)
     assert state.gone(1) is None
     assert only(state).in_flight == 0 and only(state).report is None and state.live(now_s=0.0)
+
+
+def test_a_namesake_at_another_url_is_refused_while_the_first_is_alive_and_takes_its_place_when_it_is_silent() -> None:
+    state = registry()
+    join(state, line=1)
+    namesake = replace(HELLO, incarnation="b", url="http://other:2")
+    with pytest.raises(JoinRefused, match="http://h:1"):
+        state.join(namesake, MODELS, connection_id=2, now_s=3.0)
+    assert only(state).incarnation == "a" and state.gone(2) is None
+    assert state.join(namesake, MODELS, connection_id=3, now_s=3.1) == 1
+    assert only(state).url == "http://other:2"
+
+
+def test_time_in_which_the_proxy_slept_is_nobody_s_silence() -> None:
+    state = registry()
+    join(state, now_s=0.0)
+    state.tick(now_s=1.0, every_s=0.25)
+    assert state.live(now_s=9.0), "nothing has been read since the last tick"
+    state.tick(now_s=9.25, every_s=0.25)  # 8 s late
+    assert only(state).last_seen_s == 8.0 and state.live(now_s=9.25)
+    for tick in range(1, 9):
+        state.tick(now_s=9.25 + tick / 4, every_s=0.25)
+    assert not state.live(now_s=11.25), "silence while it is awake counts"
+
+
+def test_a_replica_heard_of_before_the_late_tick_is_not_of_the_future() -> None:
+    state = registry()
+    join(state, now_s=0.0)
+    state.tick(now_s=0.0, every_s=0.25)
+    state.report(1, REPORT, now_s=9.0)
+    state.tick(now_s=9.25, every_s=0.25)
+    assert only(state).last_seen_s == 9.25
 
 
 def test_a_life_that_comes_back_still_has_in_flight_what_it_had() -> None:

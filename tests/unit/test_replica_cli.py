@@ -59,8 +59,8 @@ def test_secrets_come_from_the_environment_unless_given(
 
 
 def test_degrees_become_a_layout(served: list[ReplicaConfig]) -> None:
-    assert cli.main("serve m --dp 2 --tp 4 --mlp-tp 4 --moe-tp 2 --ep 2 --survive 0".split()) == 0
-    assert (served[0].layout, served[0].survive) == (Layout.resolve(dp=2, tp=4, mlp_tp=4, moe_tp=2, ep=2), 0)
+    assert cli.main("serve m --dp 2 --tp 4 --mlp-tp 4 --moe-tp 2 --ep 2".split()) == 0
+    assert served[0].layout == Layout.resolve(dp=2, tp=4, mlp_tp=4, moe_tp=2, ep=2)
 
 
 def test_the_clocks_address_comes_from_the_environment_unless_given(
@@ -91,9 +91,22 @@ def test_plan_is_a_verb_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
         ("serve m --max-num-seqs 0", "--max-num-seqs is 0, must be at least 1"),
         ("serve m --drain-timeout-s nan", "--drain-timeout-s is nan"),
         ("serve m --dtype int8", "--dtype is 'int8', must be one of auto"),
-        ("serve m --proxy-url proxy:8000", "'proxy:8000' is not a URL"),
+        ("serve m --proxy-url proxy:8000", "--proxy-url is 'proxy:8000', which is not a URL"),
+        ("serve m --proxy-url http://.:80", "--proxy-url is 'http://.:80', "),
+        (f"serve m --proxy-url http://{'a' * 80}:80", "whose host or port is none: "),
+        ("serve m --proxy-url http://:80", "must name a host and a port"),
+        ("serve m --proxy-url http://a:0", "must name a host and a port from 1 to 65535"),
+        ("serve m --proxy-url http://a:65536", "whose host or port is none: "),
+        ("serve m --proxy-url http://[::1", "whose host or port is none: "),
+        ("serve m --proxy-url http://u:p@a:1", "without user, path, query or fragment"),
+        ("serve m --advertise-url http://a:1/x", "--advertise-url is 'http://a:1/x', must be http://HOST:PORT"),
+        ("serve m --advertise-url http://a:1?", "without user, path, query or fragment"),
+        ("serve m --advertise-url http://a:1#", "without user, path, query or fragment"),
+        ("serve m --max-body-mb 1e-9", "--max-body-mb is 1e-09, must be 0 or from"),
+        ("serve m --max-body-mb 1e308", "--max-body-mb is 1e+308, must be 0 or from"),
+        ("serve m --max-body-mb nan", "--max-body-mb is nan, must be 0 or from"),
         ("serve m --dp 3 --tp 4", "--dp 3 does not divide the 4 ranks of --tp 4; nearest valid for 4 ranks: --dp"),
-        ("serve m --dp 2 --tp 2 --survive 2", "--survive is 2, must be 0 to 1"),
+        ("serve m --dp 2 --tp 2 --survive 1", "unrecognized arguments: --survive 1"),
         ("serve m --dp 2 --tp 2 --advertise-url http://a", "--advertise-url names one replica"),
         ("serve m --dp 4 --tp 4 --port 65534", "--port is 65534, which leaves no ports for 4 replicas"),
         ("serve m --group-secret short", "--group-secret has fewer than 16 bytes"),
