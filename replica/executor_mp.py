@@ -73,6 +73,8 @@ class _Rank:
     lifeline: int  # write end
 
     async def send(self, frame: bytes) -> None:
+        if self.writer.is_closing():  # uvloop raises a RuntimeError for a write to what its peer has reset
+            raise await self.failure()
         try:
             self.writer.write(frame)
             await self.writer.drain()
@@ -185,7 +187,7 @@ class MpExecutor:
     async def close(self) -> None:
         """Asks every worker to exit, and kills those that do not within SHUTDOWN_S."""
         for worker in self._ranks:
-            with suppress(ConnectionError):  # it may be dead, which is what we are after
+            if not worker.writer.is_closing():  # it may be dead, which is what we are after
                 worker.writer.write(encode(Shutdown()))
         with suppress(TimeoutError):
             async with asyncio.timeout(SHUTDOWN_S):

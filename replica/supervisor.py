@@ -55,7 +55,7 @@ class EngineProcess:
     def stop(self) -> None:
         """Once the engine drains, twice it stops at once. It is killed if it does not end in time."""
         self._num_stops += 1
-        if self._writer is not None:
+        if self._writer is not None and not self._writer.is_closing():
             self._writer.write(STOP_BYTE)
         limit_s = STOP_S + (self._config.drain_timeout_s if self._num_stops == 1 else 0)
         asyncio.get_running_loop().call_later(limit_s, self._kill_late)

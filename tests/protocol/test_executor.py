@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import uvloop
 
 from replica import executor_mp
 from replica.errors import CheckpointError, WorkerFailed
@@ -229,3 +230,20 @@ async def test_a_worker_ignores_what_the_whole_process_group_gets_before_its_fir
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(pids_of(executor)[0], number)
         await starting
+
+
+def test_a_worker_killed_with_a_step_unread_is_a_failed_worker_and_the_executor_closes() -> None:
+    """Its end of the socket is reset then, and uvloop, unlike asyncio, refuses to write to such a transport."""
+
+    async def run() -> None:
+        async with executor_of("works") as executor:
+            await executor.start(INIT, timeout_s=20)
+            (pid,) = pids_of(executor)
+            os.kill(pid, signal.SIGSTOP)
+            asyncio.get_running_loop().call_later(0.1, os.kill, pid, signal.SIGKILL)
+            for step in range(2):
+                with pytest.raises(WorkerFailed, match="killed by SIGKILL"):
+                    await executor.step(make_step(step))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
