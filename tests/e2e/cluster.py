@@ -22,7 +22,7 @@ class Cluster:
 
     proxy: Command
     replicas: list[Command]
-    idle_files: int  # open files and sockets of all processes before the first request
+    idle_files: int  # open files and sockets of all processes while nothing is asked
 
     @classmethod
     def start(cls, commands: Commands, *, count: int = 2) -> Cluster:
@@ -30,7 +30,7 @@ class Cluster:
         proxy = commands.proxy()
         replicas = commands.replicas(proxy.url, "--dtype", "float32", "--kv-cache-gb", "0.25", count=count)
         wait_until(lambda: num_live(proxy.url) == count, f"{count} replicas at the proxy")
-        return cls(proxy, replicas, idle_files=num_open_files(proxy, *replicas))
+        return cls(proxy, replicas, idle_files=num_idle_files(proxy, *replicas))
 
     @classmethod
     def start_group(cls, commands: Commands) -> Cluster:
@@ -38,7 +38,7 @@ class Cluster:
         proxy = commands.proxy()
         replicas = commands.group("--port", "0", "--proxy-url", proxy.url, "--dtype", "float32")
         wait_until(lambda: num_live(proxy.url) == 2, "2 replicas at the proxy")
-        return cls(proxy, [replicas], num_open_files(proxy, replicas))
+        return cls(proxy, [replicas], idle_files=num_idle_files(proxy, replicas))
 
     @property
     def replica_urls(self) -> list[str]:
@@ -61,6 +61,21 @@ class Cluster:
     def open_files(self) -> int:
         """Open files and sockets of all processes together."""
         return num_open_files(self.proxy, *self.replicas)
+
+
+def num_idle_files(proxy: Command, *replicas: Command) -> int:
+    """What is open while nothing is asked and each engine has its grammar checker, which comes with a first schema."""
+    schema = {"type": "json_schema", "json_schema": {"name": "any", "schema": {"type": "object"}}}
+    request = {"messages": [{"role": "user", "content": QUESTION}], "max_completion_tokens": 4}
+    for url in [url for command in replicas for url in command.urls]:
+        response = requests.post(
+            f"{url}/v1/chat/completions",
+            json=request | {"model": MODEL_NAME, "response_format": schema},
+            headers={"Connection": "close"},
+            timeout=60,
+        )
+        response.raise_for_status()
+    return num_open_files(proxy, *replicas)
 
 
 def num_open_files(*commands: Command) -> int:
