@@ -101,12 +101,16 @@ class Admission:
         self.requests += 1
         self.tokens += ticket.tokens
 
+    def check_queue(self) -> None:
+        """Raises Overloaded if the queue is full."""
+        if self.waiting >= self.max_waiting:
+            raise Overloaded(f"{self.waiting} requests wait already, limit {self.max_waiting} (--max-waiting)")
+
     def suspend(self, ticket: Ticket, now_s: float) -> None:
         """The request waits; the first time sets its deadline. Raises Overloaded if the queue is full."""
         if ticket.is_waiting:
             return
-        if self.waiting >= self.max_waiting:
-            raise Overloaded(f"{self.waiting} requests wait already, limit {self.max_waiting} (--max-waiting)")
+        self.check_queue()
         if ticket.is_admitted:
             self._retract(ticket)
         ticket.is_waiting = True

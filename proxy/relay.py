@@ -100,8 +100,8 @@ class Relay:
         caller = self._keys.caller(noted.get(b"authorization"))
         if length > self.config.max_body_bytes:
             raise too_large(length, self.config.max_body_bytes)
-        if self._admission.waiting >= self.config.max_waiting > 0:
-            raise Overloaded(f"{self._admission.waiting} requests wait already, limit {self.config.max_waiting}")
+        if self.config.max_waiting:  # without a queue, only a request that would have to wait is refused
+            self._admission.check_queue()
         shown = noted.get(b"x-priority")
         priority = caller.priority if shown is None else parse_priority(shown.decode("latin-1"))
         ticket = Ticket(None, caller, priority, length // BYTES_PER_TOKEN)
