@@ -31,6 +31,9 @@ from aiohttp import web
 
 from proxy.protocol import Hello
 from replica.address import advertised_url, host_and_port, http_url, listen
+from replica.api.http_io import HttpServerLog
+from replica.api.served_model import ServedModel
+from replica.api.server import build_app
 from replica.cache_size import GIB, free_memory_bytes, kv_cache_bytes, resolve_device
 from replica.checkpoint import Checkpoint, model_hash
 from replica.cli import configure_logging, print_error
@@ -39,7 +42,6 @@ from replica.errors import ConfigError, GroupLost, WorkerFailed, first_error
 from replica.executor_mp import MpExecutor, own_blobs
 from replica.frames import Init, Ready
 from replica.group_config import group_config, resolve_dtype
-from replica.http_io import HttpServerLog
 from replica.lifecycle import EngineState, Lifecycle
 from replica.model_config import ModelConfig
 from replica.plan import PlanSettings, make_plan
@@ -47,8 +49,6 @@ from replica.process_tree import follow_parent, new_event_loop
 from replica.progress_bar import ProgressBar
 from replica.registration import Registration
 from replica.scheduler import Scheduler
-from replica.served_model import ServedModel
-from replica.server import build_app
 from replica.step_clock import DRAIN, STOP, LocalClock
 from replica.step_loop import StepLoop
 from replica.warm_up import warm_up_sequences

@@ -12,7 +12,7 @@ from replica.layout import MAX_WORLD, Layout, valid_layouts
 from replica.model_config import DTYPE_BYTES, ModelConfig
 from replica.quantization import SCALE_SUFFIX
 from replica.shards import weight_bytes
-from replica.tensors import TensorSpec, mlp_block_width, tensor_specs
+from replica.tensor_specs import TensorSpec, mlp_block_width, tensor_specs
 
 SAME_CAPACITY: Final = 0.05  # layouts whose KV tokens differ by less of the best are ranked by what they send
 

@@ -14,7 +14,7 @@ from replica.errors import CheckpointError, ConfigError
 from replica.layout import Layout
 from replica.model_config import DTYPE_BYTES, ModelConfig
 from replica.plan import Plan, PlanSettings, Suggestion, make_plan, suggest
-from replica.tensors import KINDS
+from replica.tensor_specs import KINDS
 
 _GIB: Final = 2**30
 _LAYOUT_OPTIONS: Final = {

@@ -18,7 +18,7 @@ from functools import lru_cache
 from replica.layout import Layout, Range
 from replica.model_config import ModelConfig
 from replica.quantization import FP8_BLOCK, SCALE_SUFFIX
-from replica.tensors import KINDS, TensorSpec, mlp_block_width
+from replica.tensor_specs import KINDS, TensorSpec, mlp_block_width
 
 Ranges = tuple[Range, ...]
 

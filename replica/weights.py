@@ -21,7 +21,7 @@ from kernels import ExpertWeights
 from replica.checkpoint import Checkpoint
 from replica.quantization import FP8_BLOCK, SCALE_SUFFIX
 from replica.shards import Ranges, Shards, TensorShard
-from replica.tensors import tensor_specs
+from replica.tensor_specs import tensor_specs
 
 
 class WeightReader:

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch
 from aiohttp import web
 
+from replica.api.served_model import ServedModel
+from replica.api.server import build_app
 from replica.config import ReplicaConfig
 from replica.frames import StepInput, StepOutput, decode, encode
 from replica.groups import Groups
@@ -20,8 +22,6 @@ from replica.lifecycle import EngineState, Lifecycle
 from replica.model_config import ModelConfig
 from replica.sampler import sample
 from replica.scheduler import Scheduler
-from replica.served_model import ServedModel
-from replica.server import build_app
 from replica.step_clock import LocalClock
 from replica.step_loop import StepLoop
 from tests.commands import DEMO_MODEL

@@ -12,7 +12,7 @@ import pytest
 import torch
 from aiohttp import ClientSession
 
-from replica.tokenizer import Tokenizer
+from replica.api.tokenizer import Tokenizer
 from tests.commands import DEMO_MODEL
 from tests.e2e.api_schemas import SCHEMAS
 from tests.e2e.test_parity_with_transformers import NEAR_TIE, load_reference

@@ -19,7 +19,7 @@ from replica.groups import Group, Groups
 from replica.layout import Layout
 from replica.model_config import ModelConfig
 from replica.shards import weight_bytes
-from replica.tensors import tensor_specs
+from replica.tensor_specs import tensor_specs
 from tests import layout_driver
 from tests.layout_cases import CASES, Checked
 from tests.layout_driver import run_in_threads

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from replica.api.served_model import ServedModel
+from replica.api.server import build_app
 from replica.config import ReplicaConfig
 from replica.errors import Unavailable
 from replica.lifecycle import EngineState, Lifecycle
 from replica.model_config import ModelConfig
 from replica.request import FinishReason, Sequence, TokenOutput
-from replica.served_model import ServedModel
-from replica.server import build_app
 from replica.step_loop import EngineStats
 from tests.commands import DEMO_MODEL
 

@@ -14,9 +14,9 @@ from typing import Any, Final
 import pytest
 from aiohttp import ClientSession
 
-from replica.chat import ChatTemplate
+from replica.api.chat import ChatTemplate
+from replica.api.grammar import GrammarCompiler, json_rules
 from replica.errors import GrammarRefused
-from replica.grammar import GrammarCompiler, json_rules
 from tests.fuzz import PROBE
 from tests.model_replica import ModelReplica, model_replica
 from tests.protocol.fake_loop import MODEL, FakeLoop, replica
@@ -209,10 +209,10 @@ async def test_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(mo
     slow = "start: value\n" + json_rules("value", {"properties": {f"p{i}": {"type": "string"} for i in range(4000)}})
     try:
         await compiler.compile(quick, param="p")  # the checking process runs now
-        monkeypatch.setattr("replica.grammar.CHECK_DEADLINE_S", 0.05)
+        monkeypatch.setattr("replica.api.grammar.CHECK_DEADLINE_S", 0.05)
         with pytest.raises(GrammarRefused, match=r"compiling it takes more than 0\.05 s"):
             await compiler.compile(slow, param="p")
-        monkeypatch.setattr("replica.grammar.CHECK_DEADLINE_S", 20.0)
+        monkeypatch.setattr("replica.api.grammar.CHECK_DEADLINE_S", 20.0)
         with pytest.raises(GrammarRefused, match="takes more than"):  # it is remembered, and costs nothing now
             await compiler.compile(slow, param="p")
         await compiler.compile(quick.replace("integer", "string"), param="p")

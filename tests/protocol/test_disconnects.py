@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
+from replica.api.tokenizer import ByteDetokenizer
 from replica.request import FinishReason, OutputStream, TokenOutput
-from replica.tokenizer import ByteDetokenizer
 from tests.protocol.fake_loop import CONFIG, MODEL, FakeLoop, replica
 from tests.protocol.http_probe import BODY, CHAT, COMPLETIONS, post, raw_client, raw_request, stream, tasks_end
 
@@ -94,7 +94,7 @@ async def test_slow_reader_holds_tokens_not_bytes(monkeypatch: pytest.MonkeyPatc
         return output
 
     monkeypatch.setattr(OutputStream, "take", take)
-    monkeypatch.setattr("replica.openai_api.output_tokens", lambda *args, **kwargs: 60_000)
+    monkeypatch.setattr("replica.api.openai_api.output_tokens", lambda *args, **kwargs: 60_000)
     async with (
         replica(loop, steps=False) as url,
         raw_client(url, raw_request({**BODY, "stream": True})) as (reader, _),
@@ -119,7 +119,7 @@ async def test_slow_reader_holds_tokens_not_bytes(monkeypatch: pytest.MonkeyPatc
 async def test_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(CONFIG, client_timeout_s=0.2)
     loop = FakeLoop("abcdefgh ")
-    monkeypatch.setattr("replica.openai_api.output_tokens", lambda *args, **kwargs: 10**9)
+    monkeypatch.setattr("replica.api.openai_api.output_tokens", lambda *args, **kwargs: 10**9)
     async with replica(loop, config=config) as url, raw_client(url, raw_request({**BODY, "stream": True})):
         await loop.until(lambda: loop.num_aborted == 1)
 

@@ -10,7 +10,7 @@ import requests
 from aiohttp import ClientSession
 from hypothesis import HealthCheck, given, settings
 
-from replica.openapi import description
+from replica.api.openapi import description
 from tests.model_replica import model_replica
 from tests.schema_values import values
 

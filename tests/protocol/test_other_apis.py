@@ -7,9 +7,9 @@ from typing import Any, Final
 import pytest
 from aiohttp import ClientSession
 
+from replica.api.messages_api import chat_of_messages
+from replica.api.responses_api import chat_of_response
 from replica.errors import BadRequest
-from replica.messages_api import chat_of_messages
-from replica.responses_api import chat_of_response
 from tests.protocol.fake_loop import MODEL, FakeLoop, replica
 from tests.protocol.http_probe import ANSWER, CHAT, post
 

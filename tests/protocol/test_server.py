@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import ClientSession, web
 
+from replica.api.server import build_app, max_body_bytes
 from replica.engine import make_runner
 from replica.lifecycle import EngineState, Lifecycle
-from replica.server import build_app, max_body_bytes
 from tests.protocol.fake_loop import CONFIG, MODEL, FakeLoop, replica
 from tests.protocol.http_probe import BODY, CHAT, COMPLETIONS, PROMPT, post, raw_client, stream
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from replica.address import advertised_url, host_and_port, http_url, listen
+from replica.api.served_model import ServedModel
 from replica.config import ReplicaConfig
 from replica.engine import make_hello
 from replica.errors import ConfigError
 from replica.model_config import ModelConfig
-from replica.served_model import ServedModel
 from tests.commands import DEMO_MODEL
 
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 import pytest
 from transformers import AutoTokenizer
 
-from replica.chat import ChatTemplate, TooManyCharacters
+from replica.api.chat import ChatTemplate, TooManyCharacters
+from replica.api.tokenizer import Tokenizer
 from replica.errors import BadRequest, CheckpointError
-from replica.tokenizer import Tokenizer
 from tests.commands import DEMO_MODEL
 
 TEMPLATES: Final = Path(__file__).parents[1] / "data" / "templates"
@@ -168,7 +168,7 @@ def test_rendering_stops_at_the_limit_of_characters() -> None:
 
 
 def test_rendering_stops_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replica.chat.RENDER_DEADLINE_S", 0.05)
+    monkeypatch.setattr("replica.api.chat.RENDER_DEADLINE_S", 0.05)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
     with pytest.raises(BadRequest, match=r"took more than 0\.05 s"):
         render(endless, [user("hi")])
@@ -238,7 +238,7 @@ def test_message_that_the_template_does_not_show_cannot_be_continued() -> None:
 
 
 def test_the_time_before_the_template_begins_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replica.chat.RENDER_DEADLINE_S", -1.0)
+    monkeypatch.setattr("replica.api.chat.RENDER_DEADLINE_S", -1.0)
     template = ChatTemplate.compile({"default": "{{ raise_exception('begun') }}"}, {})
     with pytest.raises(BadRequest, match="the chat template took more than"):
         template.render([user("hi")], max_chars=MAX_CHARS)

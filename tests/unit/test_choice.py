@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.choice import Choice, Delta, joined
+from replica.api.choice import Choice, Delta, joined
+from replica.api.metrics import ChoiceTimes, Metrics
+from replica.api.openai_api import Prompt
+from replica.api.reasoning import ReasoningSplitter
+from replica.api.stop_strings import StopStrings
+from replica.api.tools import ToolSplitter
 from replica.errors import GenerationFailed, Interrupted
-from replica.metrics import ChoiceTimes, Metrics
-from replica.openai_api import Prompt
-from replica.reasoning import ReasoningSplitter
 from replica.request import FinishReason, SamplingParams, Sequence, TokenOutput
 from replica.step_loop import EngineStats
-from replica.stop_strings import StopStrings
-from replica.tools import ToolSplitter
 from tests.protocol.fake_loop import MODEL
 
 STATS = EngineStats(running=0, waiting=0, queued_prefill_tokens=0, free_blocks=0, total_blocks=0, step=0, epoch=0)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from replica.api.generation_config import GenerationDefaults, load_end_token_ids
+from replica.api.tokenizer import Tokenizer
 from replica.errors import CheckpointError
-from replica.generation_config import GenerationDefaults, load_end_token_ids
-from replica.tokenizer import Tokenizer
 from tests.commands import DEMO_MODEL
 
 DEMO = Tokenizer.load(DEMO_MODEL)

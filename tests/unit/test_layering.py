@@ -25,11 +25,13 @@ OURS: Final[dict[str, tuple[str, ...]]] = {
     "coordinator": (),
     "deploy": (),
 }
-# middleware.py, generation.py and http_io.py are parts of server.py, and engine.py runs the app that it builds; the
-# rest of the replica knows neither requests nor responses of HTTP.
+# In the replica, the server's own parts, and engine.py, which runs the app that it builds; the rest, formats of
+# requests and answers included, knows nothing of HTTP.
 AIOHTTP: Final = (
     "proxy/",
-    *(f"replica/{name}.py" for name in ("server", "middleware", "generation", "http_io", "registration", "engine")),
+    *(f"replica/api/{name}.py" for name in ("server", "middleware", "generation", "http_io")),
+    "replica/registration.py",
+    "replica/engine.py",
 )
 # The only places that may import a package: folders end with a slash. Packages that are not here may be used anywhere.
 HOMES: Final[dict[str, tuple[str, ...]]] = {
@@ -41,9 +43,9 @@ HOMES: Final[dict[str, tuple[str, ...]]] = {
     "torch": ("kernels/", "replica/"),
     "safetensors": ("replica/weights.py",),
     "ray": ("replica/executor_ray.py",),
-    "llguidance": ("replica/grammar.py",),
-    "tokenizers": ("replica/tokenizer.py", "replica/chat.py"),
-    "jinja2": ("replica/tokenizer.py", "replica/chat.py"),
+    "llguidance": ("replica/api/grammar.py",),
+    "tokenizers": ("replica/api/tokenizer.py", "replica/api/chat.py"),
+    "jinja2": ("replica/api/tokenizer.py", "replica/api/chat.py"),
     "transformers": (),
 }
 # Processes that must start fast and stay small, and what they must never load, directly or through others of ours.
@@ -167,9 +169,9 @@ def test_a_light_process_loads_nothing_heavy(module: str) -> None:
         ("coordinator/clock.py", "from proxy.protocol import Hello", "coordinator may not import proxy.protocol"),
         ("kernels/fp8.py", "from replica.layers import Linear", "kernels may not import replica.layers"),
         ("deploy/serve_demo.py", "from proxy.cli import main", "deploy may not import proxy.cli"),
-        ("replica/server.py", "from proxy.registry import Registry", "replica may not import proxy.registry"),
-        ("replica/server.py", "from proxy import registry", "replica may not import proxy.registry"),
-        ("replica/server.py", "import deploy.serve_demo", "replica may not import deploy.serve_demo"),
+        ("replica/api/server.py", "from proxy.registry import Registry", "replica may not import proxy.registry"),
+        ("replica/api/server.py", "from proxy import registry", "replica may not import proxy.registry"),
+        ("replica/api/server.py", "import deploy.serve_demo", "replica may not import deploy.serve_demo"),
         ("replica/scheduler.py", "import aiohttp", "aiohttp has its home in"),
         ("replica/scheduler.py", "def f():\n    from aiohttp import web", "aiohttp has its home in"),
         ("kernels/rms_norm.py", "import aiohttp", "aiohttp has its home in"),
@@ -177,9 +179,9 @@ def test_a_light_process_loads_nothing_heavy(module: str) -> None:
         ("replica/layers.py", "import triton.language as tl", "triton has its home in kernels/"),
         ("replica/worker.py", "from safetensors import safe_open", "safetensors has its home in replica/weights.py"),
         ("replica/executor_mp.py", "import ray", "ray has its home in replica/executor_ray.py"),
-        ("replica/server.py", "from tokenizers import Tokenizer", "tokenizers has its home in"),
-        ("replica/server.py", "import jinja2.sandbox", "jinja2 has its home in"),
-        ("replica/tokenizer.py", "from transformers import AutoTokenizer", "transformers has its home in tests"),
+        ("replica/api/server.py", "from tokenizers import Tokenizer", "tokenizers has its home in"),
+        ("replica/api/server.py", "import jinja2.sandbox", "jinja2 has its home in"),
+        ("replica/api/tokenizer.py", "from transformers import AutoTokenizer", "transformers has its home in tests"),
         ("replica/models/qwen3.py", "from ...proxy import app", "replica may not import proxy.app"),
         ("proxy/app.py", "import flask", "flask is no dependency in pyproject.toml"),
     ],
@@ -204,8 +206,8 @@ def test_an_allowed_import_is_not_reported(path: str, source: str) -> None:
 
 def test_a_heavy_import_is_found_through_other_modules() -> None:
     files = {
-        "replica/engine.py": "from replica.server import build_app",
-        "replica/server.py": "from replica import sampler",
+        "replica/engine.py": "from replica.api.server import build_app",
+        "replica/api/server.py": "from replica import sampler",
         "replica/__init__.py": "",
         "replica/sampler.py": "import torch.nn",
     }

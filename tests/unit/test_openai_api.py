@@ -11,12 +11,9 @@ from typing import Any, Final
 
 import pytest
 
-from replica.config import ReplicaConfig
-from replica.errors import BadRequest, ConfigError, ContextTooLong, UnknownModel
-from replica.fields import FieldReader, Table, preview
-from replica.generation_config import GenerationDefaults
-from replica.model_config import ModelConfig
-from replica.openai_api import (
+from replica.api.fields import FieldReader, Table, preview
+from replica.api.generation_config import GenerationDefaults
+from replica.api.openai_api import (
     ChatRequest,
     CompletionRequest,
     Options,
@@ -31,9 +28,12 @@ from replica.openai_api import (
     read_chat,
     sampling_params,
 )
+from replica.api.request_fields import CHAT, COMPLETION
+from replica.api.served_model import ServedModel
+from replica.config import ReplicaConfig
+from replica.errors import BadRequest, ConfigError, ContextTooLong, UnknownModel
+from replica.model_config import ModelConfig
 from replica.request import SamplingParams
-from replica.request_fields import CHAT, COMPLETION
-from replica.served_model import ServedModel
 from tests.commands import DEMO_MODEL
 
 CONFIG: Final = ReplicaConfig(model=DEMO_MODEL)
@@ -502,7 +502,7 @@ async def test_enormous_prompt_is_refused_before_it_is_encoded(monkeypatch: pyte
     def never(*args: Any, **kwargs: Any) -> list[int]:
         raise AssertionError("encoded")
 
-    monkeypatch.setattr("replica.tokenizer.Tokenizer.encode", never)
+    monkeypatch.setattr("replica.api.tokenizer.Tokenizer.encode", never)
     text = "a" * 1_000_000
     with pytest.raises(ContextTooLong, match=r"at least \d+ tokens \(1000000 characters or more\), limit is 4095"):
         await completion_prompts(completion(prompt=text), MODEL)

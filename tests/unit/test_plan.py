@@ -15,7 +15,7 @@ from replica.layout import Layout, valid_layouts
 from replica.model_config import ModelConfig
 from replica.plan import PlanSettings, make_plan, sent_bytes, suggest
 from replica.plan_command import add_plan_parser
-from replica.tensors import tensor_specs
+from replica.tensor_specs import tensor_specs
 from tests.shapes import PLANS, dense_model_config, model_config
 
 GIB = 2**30

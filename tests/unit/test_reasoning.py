@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replica.reasoning import ReasoningSplitter, Split, is_opened_by
+from replica.api.reasoning import ReasoningSplitter, Split, is_opened_by
 
 PIECES: Final = st.sampled_from(["<think>", "</think>", "<", "think>", "</", "</thin", "\n", "\n\n", " ", "a", "yes\n"])
 

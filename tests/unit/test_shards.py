@@ -13,7 +13,7 @@ from replica.layout import Layout, own_group, valid_layouts
 from replica.model_config import ModelConfig
 from replica.quantization import FP8_BLOCK, SCALE_SUFFIX, Fp8Config, scale_shape
 from replica.shards import Shards, blocks_before, deal_blocks, deal_width, dealt_totals, weight_bytes
-from replica.tensors import BLOCK_WIDTH, TensorSpec, mlp_block_width, tensor_specs
+from replica.tensor_specs import BLOCK_WIDTH, TensorSpec, mlp_block_width, tensor_specs
 from tests.shapes import FP8, dense_model_config, model_config
 
 CONFIGS = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.stop_strings import StopStrings
+from replica.api.stop_strings import StopStrings
 
 LETTERS = st.text("ab\N{ROCKET}", max_size=12)
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from replica.api.tokenizer import MAX_HELD_TOKENS, ByteDetokenizer, Tokenizer, WindowDetokenizer
 from replica.errors import BadRequest, CheckpointError
-from replica.tokenizer import MAX_HELD_TOKENS, ByteDetokenizer, Tokenizer, WindowDetokenizer
 from tests.commands import DEMO_MODEL
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.tools import CallDelta, ToolSplitter
+from replica.api.tools import CallDelta, ToolSplitter
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 Split = tuple[str, list[tuple[str, str]]]

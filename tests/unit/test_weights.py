@@ -19,7 +19,7 @@ from replica.layout import Layout, valid_layouts
 from replica.linears import Fp8Linear, Linear, load_linear
 from replica.model_config import ModelConfig
 from replica.shards import Ranges, Shards, weight_bytes
-from replica.tensors import tensor_specs
+from replica.tensor_specs import tensor_specs
 from replica.weights import WeightReader
 from tests.checkpoints import Variant, write_checkpoint, write_fp8_checkpoint
 from tests.step_driver import CPU, RankModel

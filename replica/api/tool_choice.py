@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from replica.grammar import json_rules, tool_rules
-from replica.openai_api import ChatRequest
-from replica.served_model import ServedModel
+from replica.api.grammar import json_rules, tool_rules
+from replica.api.openai_api import ChatRequest
+from replica.api.served_model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+from replica.api.fields import bad, check_count, check_flag, check_object, check_string
 from replica.errors import BadRequest
-from replica.fields import bad, check_count, check_flag, check_object, check_string
 
 MAX_TOOLS: Final = 256
 MAX_MESSAGES: Final = 16384

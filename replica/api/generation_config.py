@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replica.api.tokenizer import Tokenizer
 from replica.errors import CheckpointError
-from replica.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

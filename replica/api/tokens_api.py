@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from replica.answers import Json
-from replica.fields import Field, FieldReader, Table, bad, check_count, flag, string
-from replica.openai_api import chat_prompt, check_model, check_token_ids, encode_text, take_conversation
-from replica.request_fields import CONVERSATION_FIELDS
-from replica.served_model import ServedModel
+from replica.api.answers import Json
+from replica.api.fields import Field, FieldReader, Table, bad, check_count, flag, string
+from replica.api.openai_api import chat_prompt, check_model, check_token_ids, encode_text, take_conversation
+from replica.api.request_fields import CONVERSATION_FIELDS
+from replica.api.served_model import ServedModel
 
 MAX_TOKENS: Final = 2**20  # of a /detokenize
 

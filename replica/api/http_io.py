@@ -10,7 +10,7 @@ from aiohttp import ClientError, web
 from aiohttp.http import HttpProcessingError
 
 from proxy.protocol import NOT_BEGUN_HEADER
-from replica.answers import Event
+from replica.api.answers import Event
 from replica.errors import BadRequest, BodyTooLarge, ClientTooSlow, Interrupted, RequestError, Unavailable
 
 logger = logging.getLogger(__name__)

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from replica.api.metrics import ChoiceTimes
+from replica.api.openai_api import Prompt
+from replica.api.reasoning import ReasoningSplitter
+from replica.api.stop_strings import StopStrings
+from replica.api.tokenizer import Detokenizer
+from replica.api.tools import CallDelta, ToolSplitter
 from replica.errors import GenerationFailed, Interrupted
-from replica.metrics import ChoiceTimes
-from replica.openai_api import Prompt
-from replica.reasoning import ReasoningSplitter
 from replica.request import FinishReason, Sequence, TokenLogprobs, TokenOutput
-from replica.stop_strings import StopStrings
-from replica.tokenizer import Detokenizer
-from replica.tools import CallDelta, ToolSplitter
 
 TOOL_CALLS: Final = "tool_calls"  # the finish reason of an answer that calls tools
 

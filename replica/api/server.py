@@ -13,19 +13,16 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from replica.answers import Json, to_json
-from replica.choice import Choice
-from replica.config import ReplicaConfig
-from replica.errors import Unavailable
-from replica.fields import FieldReader
-from replica.generation import Asked, Generation, SequenceLoop
-from replica.grammar import GrammarCompiler
-from replica.http_io import MIB, read_body
-from replica.lifecycle import EngineState, Lifecycle
-from replica.logprobs import ChatLogprobs, CompletionLogprobs
-from replica.messages_api import MessagesWriter, chat_of_messages
-from replica.metrics import Metrics
-from replica.middleware import (
+from replica.api.answers import Json, to_json
+from replica.api.choice import Choice
+from replica.api.fields import FieldReader
+from replica.api.generation import Asked, Generation, SequenceLoop
+from replica.api.grammar import GrammarCompiler
+from replica.api.http_io import MIB, read_body
+from replica.api.logprobs import ChatLogprobs, CompletionLogprobs
+from replica.api.messages_api import MessagesWriter, chat_of_messages
+from replica.api.metrics import Metrics
+from replica.api.middleware import (
     MESSAGES_PATH,
     REQUEST_ID,
     authorize_with,
@@ -34,8 +31,8 @@ from replica.middleware import (
     identify,
     show_id,
 )
-from replica.openai_answers import ChatFormat, CompletionFormat, OpenAIWriter
-from replica.openai_api import (
+from replica.api.openai_answers import ChatFormat, CompletionFormat, OpenAIWriter
+from replica.api.openai_api import (
     ChatRequest,
     chat_prompt,
     check_model,
@@ -44,11 +41,14 @@ from replica.openai_api import (
     parse_json,
     read_chat,
 )
-from replica.openapi import description
-from replica.responses_api import ResponsesWriter, chat_of_response
-from replica.served_model import ServedModel
-from replica.tokens_api import detokenize, tokenize
-from replica.tool_choice import chat_grammar
+from replica.api.openapi import description
+from replica.api.responses_api import ResponsesWriter, chat_of_response
+from replica.api.served_model import ServedModel
+from replica.api.tokens_api import detokenize, tokenize
+from replica.api.tool_choice import chat_grammar
+from replica.config import ReplicaConfig
+from replica.errors import Unavailable
+from replica.lifecycle import EngineState, Lifecycle
 
 BODY_BYTES_PER_TOKEN: Final = 128  # a token is about 4 characters, seldom 16, and JSON may write one in 6 bytes
 

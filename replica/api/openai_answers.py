@@ -6,13 +6,13 @@ import hashlib
 import time
 from typing import Protocol
 
-from replica.answers import Event, Json, to_json, usage_of
-from replica.choice import Choice, Delta, joined
+from replica.api.answers import Event, Json, to_json, usage_of
+from replica.api.choice import Choice, Delta, joined
+from replica.api.logprobs import LogprobsFormat
+from replica.api.openai_api import Options
+from replica.api.tokenizer import Tokenizer
+from replica.api.tools import CallDelta
 from replica.errors import RequestError
-from replica.logprobs import LogprobsFormat
-from replica.openai_api import Options
-from replica.tokenizer import Tokenizer
-from replica.tools import CallDelta
 
 DONE = Event("[DONE]")
 

@@ -21,13 +21,13 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from replica.api.reasoning import CLOSE, OPEN
+from replica.api.served_model import ServedModel
+from replica.api.tools import CLOSE as CALL_CLOSE
+from replica.api.tools import OPEN as CALL_OPEN
 from replica.errors import GrammarRefused, Unavailable
 from replica.process_tree import ignoring_signals
-from replica.reasoning import CLOSE, OPEN
 from replica.request import ConstraintFailed
-from replica.served_model import ServedModel
-from replica.tools import CLOSE as CALL_CLOSE
-from replica.tools import OPEN as CALL_OPEN
 
 MAX_GRAMMAR_CHARS: Final = 256 * 1024
 CHECK_DEADLINE_S: Final = 5.0
@@ -255,7 +255,7 @@ class GrammarCompiler:
         if self._checker is None:
             pipe = asyncio.subprocess.PIPE
             self._checker = await asyncio.create_subprocess_exec(
-                *ignoring_signals((sys.executable, "-m", "replica.grammar_check")), stdin=pipe, stdout=pipe
+                *ignoring_signals((sys.executable, "-m", "replica.api.grammar_check")), stdin=pipe, stdout=pipe
             )
             assert self._checker.stdin is not None and self._checker.stdout is not None
             async with asyncio.timeout(START_DEADLINE_S):

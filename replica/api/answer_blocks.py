@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from replica.choice import Choice, Delta
-from replica.openai_answers import call_id
+from replica.api.choice import Choice, Delta
+from replica.api.openai_answers import call_id
 
 
 class Kind(Enum):

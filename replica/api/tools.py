@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Final
 
-from replica.stop_strings import without_undecided_end
+from replica.api.stop_strings import without_undecided_end
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"

@@ -7,14 +7,14 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from replica.chat import TooManyCharacters
+from replica.api.chat import TooManyCharacters
+from replica.api.fields import FieldReader
+from replica.api.message_fields import ResponseFormat
+from replica.api.reasoning import is_closed_by, is_opened_by
+from replica.api.request_fields import CHAT, COMPLETION
+from replica.api.served_model import ServedModel
 from replica.errors import BadRequest, ContextTooLong, UnknownModel
-from replica.fields import FieldReader
-from replica.message_fields import ResponseFormat
-from replica.reasoning import is_closed_by, is_opened_by
 from replica.request import SamplingParams
-from replica.request_fields import CHAT, COMPLETION
-from replica.served_model import ServedModel
 
 GREEDY_BELOW: Final = 1e-5  # a temperature that would overflow float32 logits means greedy
 SMALLEST_TOP_P: Final = 1e-6  # 0 means the most likely token alone, and the token that crosses top_p is always kept

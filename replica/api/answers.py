@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from replica.choice import Choice, Delta
+from replica.api.choice import Choice, Delta
 from replica.errors import RequestError
 from replica.request import Sequence
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from replica.chat import ChatTemplate
+from replica.api.chat import ChatTemplate
+from replica.api.generation_config import GenerationDefaults, load_end_token_ids
+from replica.api.reasoning import CLOSE
+from replica.api.tokenizer import Tokenizer
 from replica.config import ReplicaConfig
 from replica.errors import ConfigError
-from replica.generation_config import GenerationDefaults, load_end_token_ids
 from replica.model_config import ModelConfig
-from replica.reasoning import CLOSE
-from replica.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

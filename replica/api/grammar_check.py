@@ -1,4 +1,4 @@
-"""A process that tries grammars before the engine compiles them: `python -m replica.grammar_check`.
+"""A process that tries grammars before the engine compiles them: `python -m replica.api.grammar_check`.
 
     engine -> here   the vocabulary, then one grammar a line: JSON, as `Vocabulary` and a string
     here -> engine   a JSON string for each grammar: what is wrong with it, or ""
@@ -19,7 +19,7 @@ import sys
 import threading
 from typing import Final
 
-from replica.grammar import LIMITS, Vocabulary, new_matcher
+from replica.api.grammar import LIMITS, Vocabulary, new_matcher
 
 MAX_MEMORY_BYTES: Final = 4 * 2**30  # address space: a vocabulary of 250,000 tokens takes a tenth of it
 

@@ -23,8 +23,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from replica.api.generation_config import read_json_object, special_tokens
 from replica.errors import BadRequest, CheckpointError
-from replica.generation_config import read_json_object, special_tokens
 
 RENDER_DEADLINE_S: Final = 5.0  # a template that runs longer is broken, or its input was made to break it
 SMALL_INPUT_CHARS: Final = 16 * 1024  # messages up to this size render in about 1 ms, on the event loop

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from replica.answers import Json
-from replica.choice import Choice, Delta
-from replica.openai_api import Options
+from replica.api.answers import Json
+from replica.api.choice import Choice, Delta
+from replica.api.openai_api import Options
+from replica.api.tokenizer import Tokenizer
 from replica.request import TokenLogprobs
-from replica.tokenizer import Tokenizer
 
 LOWEST: float = -9999.0  # JSON has no infinity; OpenAI says this of a token that cannot be
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from replica.answers import Event, Json, to_json, usage_of
-from replica.blocks import Block, Blocks, Change, Kind
-from replica.choice import TOOL_CALLS, Choice, Delta
+from replica.api.answer_blocks import Block, Blocks, Change, Kind
+from replica.api.answers import Event, Json, to_json, usage_of
+from replica.api.choice import TOOL_CALLS, Choice, Delta
+from replica.api.fields import bad, check_count, check_flag, check_object, check_string
+from replica.api.message_fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from replica.errors import BadRequest, RequestError
-from replica.fields import bad, check_count, check_flag, check_object, check_string
-from replica.message_fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 
 _SAME: Final = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "chat_template_kwargs")
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", TOOL_CALLS: "tool_use"}

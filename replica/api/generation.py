@@ -16,21 +16,21 @@ from typing import Protocol
 
 from aiohttp import web
 
-from replica.answers import Answer, Writer, to_json
-from replica.choice import Choice
+from replica.api.answers import Answer, Writer, to_json
+from replica.api.choice import Choice
+from replica.api.grammar import Grammar
+from replica.api.http_io import EventStream
+from replica.api.metrics import ChoiceTimes, Metrics
+from replica.api.middleware import REQUEST_ID
+from replica.api.openai_api import Options, Prompt, check_num_choices, sampling_params
+from replica.api.reasoning import ReasoningSplitter
+from replica.api.served_model import ServedModel
+from replica.api.stop_strings import StopStrings
+from replica.api.tools import ToolSplitter
 from replica.config import ReplicaConfig
 from replica.errors import RequestError
-from replica.grammar import Grammar
-from replica.http_io import EventStream
-from replica.metrics import ChoiceTimes, Metrics
-from replica.middleware import REQUEST_ID
-from replica.openai_api import Options, Prompt, check_num_choices, sampling_params
-from replica.reasoning import ReasoningSplitter
 from replica.request import OutputStream, Sequence
-from replica.served_model import ServedModel
 from replica.step_loop import EngineStats
-from replica.stop_strings import StopStrings
-from replica.tools import ToolSplitter
 
 logger = logging.getLogger(__name__)
 

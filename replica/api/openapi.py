@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any, Final
 
-from replica.fields import MAX_INT32, Table
-from replica.request_fields import CHAT, COMPLETION
-from replica.tokens_api import DETOKENIZE, TOKENIZE
+from replica.api.fields import MAX_INT32, Table
+from replica.api.request_fields import CHAT, COMPLETION
+from replica.api.tokens_api import DETOKENIZE, TOKENIZE
 
 Json = dict[str, Any]
 

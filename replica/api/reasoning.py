@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from replica.stop_strings import without_undecided_end
+from replica.api.stop_strings import without_undecided_end
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from replica.errors import BadRequest
-from replica.fields import (
+from replica.api.fields import (
     MAX_INT32,
     Check,
     Field,
@@ -20,7 +19,7 @@ from replica.fields import (
     string,
     whole,
 )
-from replica.message_fields import (
+from replica.api.message_fields import (
     ROLES,
     check_messages,
     check_response_format,
@@ -29,6 +28,7 @@ from replica.message_fields import (
     check_tool_choice,
     check_tools,
 )
+from replica.errors import BadRequest
 
 MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 20
