@@ -31,6 +31,21 @@ def _split_len(length, MAX_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_
 
 
 @triton.jit
+def attend(scores, v, peak, total, acc):
+    """Takes one block of scores [M, N] (base 2) and values [N, D] into a running softmax [M] and its sum [M, D].
+
+    The sum is relative to 2^peak: when the peak grows, what was summed so far shrinks. Milakov and Gimelshein,
+    "Online normalizer calculation for softmax" (arXiv 1805.02867). Returns the new peak, total and sum.
+    """
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_peak, total, acc
+
+
+@triton.jit
 def _attention_decode_kernel(
     q_ptr,
     k_ptr,
@@ -95,12 +110,7 @@ def _attention_decode_kernel(
         v = tl.load(v_ptr + rows[:, None] + offs_d[None, :], mask=mask_kv, other=0.0).to(q.dtype)
         scores = tl.dot(q, k.T, input_precision="ieee") * scale
         scores = tl.where(mask_n[None, :], scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        peak = new_peak
+        peak, total, acc = attend(scores, v, peak, total, acc)
     acc /= total[:, None]
     if IS_FP8:
         acc *= tl.load(v_scale_ptr + head)
@@ -289,6 +299,7 @@ def _cases(cache: str, group: int) -> list[AotCase]:
     return [
         AotCase(
             kernel=_attention_decode_kernel,
+            max_registers=168,
             name=f"{group} heads a KV head, {'FP8' if fp8 else 'bf16'} cache",
             signature={
                 "q_ptr": "*bf16",
@@ -322,6 +333,7 @@ AOT_CASES = [
     *_cases("*fp8e4nv", 8),
     AotCase(
         kernel=_join_splits_kernel,
+        max_registers=64,
         name="D=128",
         signature={
             **dict.fromkeys(("partial_ptr", "lse_ptr"), "*fp32"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels import configs
 from kernels.aot_case import AotCase
-from kernels.attention_decode import cache_slots, gather_slots
+from kernels.attention_decode import attend, cache_slots, gather_slots
 from kernels.device import arch, check_rows
 
 _LOG2_E: Final = 1.4426950408889634
@@ -105,12 +105,7 @@ def _attention_prefill_kernel(
         scores = tl.dot(q, k.T, input_precision="ieee") * scale
         scores = tl.where(positions[None, :] <= prefix + queries[:, None], scores, float("-inf"))
         # Position 0 is seen by every query, so the peak is finite from the first block on.
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_peak[:, None])
-        shrink = tl.exp2(peak - new_peak)
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        peak = new_peak
+        peak, total, acc = attend(scores, v, peak, total, acc)
     acc /= total[:, None]
     if IS_FP8:
         acc *= tl.load(v_scale_ptr + head)

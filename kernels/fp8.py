@@ -222,6 +222,7 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 AOT_CASES = [
     AotCase(
         kernel=_quantize_kernel,
+        max_registers=64,
         name="any H",
         signature={
             "x_ptr": "*bf16",

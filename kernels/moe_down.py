@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import configs
 from kernels.aot_case import AotCase
 from kernels.device import num_programs
-from kernels.moe_routing import Sorted, tile_of
+from kernels.moe_routing import Sorted, grouped_product_cases, tile_of
 
 _COMBINE_BLOCK: Final = 1024
 
@@ -150,47 +150,28 @@ def combine(parts: Tensor, top_k: int) -> Tensor:
     return y
 
 
-def _cases(is_fp8: bool, H: int) -> list[AotCase]:
-    rows = configs.DEFAULTS["moe_down_fp8" if is_fp8 else "moe_down"]
-    value = "*fp8e4nv" if is_fp8 else "*bf16"
-    return [
-        AotCase(
-            kernel=_down_kernel,
-            name=f"H={H} M={tile.block_m}{' direct' if direct else ''}{' FP8' if is_fp8 else ''}",
-            signature={
-                **dict.fromkeys(("x_ptr", "w_ptr"), value),
-                "y_ptr": "*bf16",
-                **dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "weights_ptr"), "*fp32"),
-                **dict.fromkeys(("offsets_ptr", "order_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32"),
-                **{f"stride_{name}": "i32" for name in ("xm", "xsm", "ya")},
-                "num_tiles": "i32",
-            },
-            constants={
-                "H": H,
-                "ALIGN": 16,
-                "BLOCK_M": tile.block_m,
-                "BLOCK_N": tile.block_n,
-                "BLOCK_K": tile.block_k,
-                "SWAP": tile.is_swapped,
-                "EXPERTS_ARE_TILES": direct,
-                "IS_FP8": is_fp8,
-            },
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            targets=(target,),
-            ptx="wgmma" if target == "sm_90" else "",
-            unaligned=frozenset(("stride_xsm", "num_tiles")),
-        )
-        for target in (configs.FP8_ARCHS if is_fp8 else configs.ARCHS)
-        for _, tile in rows[target]
-        for direct in ((True, False) if tile.block_m == 16 else (False,))
-    ]
+def _cases(table: str, hidden: int) -> list[AotCase]:
+    return grouped_product_cases(
+        _down_kernel,
+        table,
+        hidden,
+        signature={
+            "y_ptr": "*bf16",
+            "weights_ptr": "*fp32",
+            **{f"stride_{name}": "i32" for name in ("xm", "xsm", "ya")},
+        },
+        constants={"ALIGN": 16},
+        unaligned=("stride_xsm",),
+    )
 
 
 AOT_CASES = [
-    *(case for is_fp8, H in ((False, 2048), (False, 4096), (True, 4096)) for case in _cases(is_fp8, H)),
+    *_cases("moe_down", 2048),
+    *_cases("moe_down", 4096),
+    *_cases("moe_down_fp8", 4096),
     AotCase(
         kernel=_combine_kernel,
+        max_registers=64,
         name="K=8",
         signature={
             **dict.fromkeys(("parts_ptr", "y_ptr"), "*bf16"),

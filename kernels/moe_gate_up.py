@@ -11,7 +11,7 @@ from kernels import configs
 from kernels.aot_case import AotCase
 from kernels.device import num_programs
 from kernels.fp8 import FP8_GROUP, group_scale, quantize_fp8, to_fp8
-from kernels.moe_routing import Sorted, tile_of
+from kernels.moe_routing import Sorted, grouped_product_cases, tile_of
 from kernels.swiglu import silu
 
 
@@ -148,40 +148,20 @@ def gate_up(
     return inner, inner_scale
 
 
-def _cases(is_fp8: bool, H: int) -> list[AotCase]:
-    rows = configs.DEFAULTS["moe_gate_up_fp8" if is_fp8 else "moe_gate_up"]
-    value = "*fp8e4nv" if is_fp8 else "*bf16"
-    return [
-        AotCase(
-            kernel=_gate_up_kernel,
-            name=f"H={H} M={tile.block_m}{' direct' if direct else ''}{' FP8' if is_fp8 else ''}",
-            signature={
-                **dict.fromkeys(("x_ptr", "w_ptr", "y_ptr"), value),
-                **dict.fromkeys(("x_scale_ptr", "w_scale_ptr", "y_scale_ptr"), "*fp32"),
-                **dict.fromkeys(("offsets_ptr", "order_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32"),
-                **{f"stride_{name}": "i32" for name in ("xt", "xst", "wn", "wsn", "ym", "ysm")},
-                **dict.fromkeys(("num_tiles", "num_n"), "i32"),
-            },
-            constants={
-                "H": H,
-                "TOP_K": 8,
-                "BLOCK_M": tile.block_m,
-                "BLOCK_N": tile.block_n,
-                "BLOCK_K": tile.block_k,
-                "SWAP": tile.is_swapped,
-                "EXPERTS_ARE_TILES": direct,
-                "IS_FP8": is_fp8,
-            },
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            targets=(target,),
-            ptx="wgmma" if target == "sm_90" else "",
-            unaligned=frozenset(("stride_xst", "stride_wsn", "stride_ysm", "num_tiles", "num_n")),
-        )
-        for target in (configs.FP8_ARCHS if is_fp8 else configs.ARCHS)
-        for _, tile in rows[target]
-        for direct in ((True, False) if tile.block_m == 16 else (False,))
-    ]
+def _cases(table: str, hidden: int) -> list[AotCase]:
+    return grouped_product_cases(
+        _gate_up_kernel,
+        table,
+        hidden,
+        signature={
+            "y_ptr": "*fp8e4nv" if table.endswith("_fp8") else "*bf16",
+            "y_scale_ptr": "*fp32",
+            **{f"stride_{name}": "i32" for name in ("xt", "xst", "wn", "wsn", "ym", "ysm")},
+            "num_n": "i32",
+        },
+        constants={"TOP_K": 8},
+        unaligned=("stride_xst", "stride_wsn", "stride_ysm", "num_n"),
+    )
 
 
-AOT_CASES = [case for is_fp8, H in ((False, 2048), (False, 4096), (True, 4096)) for case in _cases(is_fp8, H)]
+AOT_CASES = [*_cases("moe_gate_up", 2048), *_cases("moe_gate_up", 4096), *_cases("moe_gate_up_fp8", 4096)]

@@ -8,13 +8,14 @@ Every program computes what it needs from the counts of all experts, so there is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import configs
 from kernels.aot_case import AotCase
 from kernels.device import check_rows
 
@@ -278,12 +279,60 @@ def tile_of(tile_m, order_ptr, tiles_ptr, offs_m, EXPERTS_ARE_TILES: tl.constexp
     return expert, rows.to(tl.int64), assigned.to(tl.int64), mask_m
 
 
+def grouped_product_cases(
+    kernel: Any,
+    table: str,
+    hidden: int,
+    *,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    unaligned: tuple[str, ...],
+) -> list[AotCase]:
+    """The cases of a grouped product: every target's tiles in a table of configs.DEFAULTS, at a hidden size.
+
+    The arguments are those that the two products do not share.
+    """
+    is_fp8 = table.endswith("_fp8")
+    return [
+        AotCase(
+            kernel=kernel,
+            name=f"H={hidden} M={tile.block_m}{' direct' if direct else ''}{' FP8' if is_fp8 else ''}",
+            signature={
+                **dict.fromkeys(("x_ptr", "w_ptr"), "*fp8e4nv" if is_fp8 else "*bf16"),
+                **dict.fromkeys(("x_scale_ptr", "w_scale_ptr"), "*fp32"),
+                **dict.fromkeys(("offsets_ptr", "order_ptr", "tiles_ptr", "num_tiles_ptr"), "*i32"),
+                "num_tiles": "i32",
+                **signature,
+            },
+            constants={
+                "H": hidden,
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+                "BLOCK_K": tile.block_k,
+                "SWAP": tile.is_swapped,
+                "EXPERTS_ARE_TILES": direct,
+                "IS_FP8": is_fp8,
+                **constants,
+            },
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            targets=(target,),
+            ptx="wgmma" if target == "sm_90" else "",
+            unaligned=frozenset(("num_tiles", *unaligned)),
+        )
+        for target in (configs.FP8_ARCHS if is_fp8 else configs.ARCHS)
+        for _, tile in configs.DEFAULTS[table][target]
+        for direct in ((True, False) if tile.block_m == 16 else (False,))
+    ]
+
+
 _SORTED_SIGNATURE: Final = {"order_ptr": "*i32", "tiles_ptr": "*i32", "num_tiles_ptr": "*i32", "A": "i32"}
 _SIZES: Final = {"E": 128, "BLOCK_E": 256}
 AOT_CASES = [
     *(
         AotCase(
             kernel=_route_kernel,
+            max_registers=64,
             name=f"E=128 {scoring}",
             signature={
                 "logits_ptr": "*bf16",
@@ -307,6 +356,7 @@ AOT_CASES = [
     ),
     AotCase(
         kernel=_sort_kernel,
+        max_registers=64,
         name="E=128",
         signature={"ids_ptr": "*i32", **_SORTED_SIGNATURE},
         constants={**_SIZES, "BLOCK_A": 1024, "BLOCK_M": 16},
@@ -314,6 +364,7 @@ AOT_CASES = [
     ),
     AotCase(
         kernel=_count_kernel,
+        max_registers=64,
         name="E=128",
         signature={"ids_ptr": "*i32", "counts_ptr": "*i32", "A": "i32"},
         constants={**_SIZES, "CHUNK": _CHUNK},
@@ -321,6 +372,7 @@ AOT_CASES = [
     ),
     AotCase(
         kernel=_place_kernel,
+        max_registers=168,
         name="E=128",
         signature={"ids_ptr": "*i32", "counts_ptr": "*i32", **_SORTED_SIGNATURE},
         constants={**_SIZES, "BLOCK_M": 128, "CHUNK": _CHUNK, "STEP": _STEP},

@@ -101,6 +101,7 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 AOT_CASES = [
     AotCase(
         kernel=_rms_norm_kernel,
+        max_registers=64,
         name=f"H={H}{' residual' if has_residual else ''}",
         signature={
             **dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr"), "*bf16"),

@@ -232,6 +232,7 @@ def _case(name: str, num_heads: int, num_kv_heads: int, cache: str) -> AotCase:
     strides = ("qt", "qh", "kt", "kh", "vt", "vh", "ct", "ot", "oh", "cb", "cs", "ch")
     return AotCase(
         kernel=_qk_norm_rope_cache_kernel,
+        max_registers=128,
         name=name,
         signature={
             **dict.fromkeys(bf16, "*bf16"),

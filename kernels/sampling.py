@@ -322,6 +322,7 @@ _ROW_SIGNATURE: Final = {"temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p
 AOT_CASES = [
     AotCase(
         kernel=_sample_kernel,
+        max_registers=128,
         name="any V",
         signature={
             "logits_ptr": "*fp32",
@@ -336,6 +337,7 @@ AOT_CASES = [
     ),
     AotCase(
         kernel=_penalize_kernel,
+        max_registers=128,
         name="any V",
         signature={
             "logits_ptr": "*fp32",

@@ -51,6 +51,7 @@ def swiglu_reference(x: Tensor) -> Tensor:
 AOT_CASES = [
     AotCase(
         kernel=_swiglu_kernel,
+        max_registers=64,
         name="any F",
         signature={"x_ptr": "*bf16", "y_ptr": "*bf16", "stride_xt": "i32", "stride_yt": "i32", "F": "i32"},
         constants={"BLOCK_F": _BLOCK_F},

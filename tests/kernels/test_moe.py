@@ -150,18 +150,40 @@ def test_a_token_is_bit_identical_alone_and_in_any_batch_of_one_bucket(tiles: st
 
 
 def rank_widths(blocks: int, moe_tp: int, num_experts: int) -> tuple[int, ...]:
-    """Widths on rank 0 of experts of `blocks` blocks of 128 columns, dealt as DESIGN says for layer 0."""
+    """Widths on rank 0 of experts of `blocks` blocks of 128 columns, dealt as replica/shards.py deals layer 0."""
     base, extra = divmod(blocks, moe_tp)
     return tuple(128 * (base + ((-e * extra) % moe_tp < extra)) for e in range(num_experts))
 
 
+def sparse_experts(hidden: int, widths: tuple[int, ...], used: set[int]) -> kernels.ExpertWeights:
+    """As `random_experts`, but those that are not used have weights of zero, whose pages no test ever touches."""
+    offsets = torch.tensor([0, *widths]).cumsum(0).to(torch.int32)
+    total = int(offsets[-1])
+    gate_up, down = (
+        torch.zeros(2 * total, hidden, dtype=torch.float16),
+        torch.zeros(total * hidden, dtype=torch.float16),
+    )
+    for e in used:
+        first, width = int(offsets[e]), widths[e]
+        gate_up[2 * first : 2 * (first + width)] = random(2 * width, hidden, seed=e) * hidden**-0.5
+        down[hidden * first : hidden * (first + width)] = (
+            random(hidden, width, seed=e + 1).flatten() * max(width, 1) ** -0.5
+        )
+    return kernels.ExpertWeights(gate_up, down, offsets, widths)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("moe_tp", [1, 2, 4, 8])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("moe_tp", "T"), [(1, 1), (2, 1), (4, 1), (8, 1), (8, 5)])  # 5 tokens are sorted by expert
 @pytest.mark.parametrize(("hidden", "blocks"), [(2048, 6), (4096, 12)], ids=["30B", "235B"])
-def test_experts_of_the_real_models_equal_their_reference_at_each_width(hidden: int, blocks: int, moe_tp: int) -> None:
-    widths = rank_widths(blocks, moe_tp, 4)
-    experts, x = random_experts(hidden, widths, torch.float16), random(2, hidden, seed=9, dtype=torch.float16)
-    weights, ids = route_reference(random(2, 4, seed=8), 1, False)
+def test_the_128_experts_of_the_real_models_equal_their_reference_at_each_width(
+    hidden: int, blocks: int, moe_tp: int, T: int
+) -> None:
+    num_experts, top_k = 128, 8
+    x, scores = random(T, hidden, seed=9, dtype=torch.float16), random(T, num_experts, seed=8)
+    scores[:, 16:-4] = -99.0  # few experts are used, so that few must be made; the last ones are among them
+    weights, ids = route_reference(scores, top_k, True)
+    experts = sparse_experts(hidden, rank_widths(blocks, moe_tp, num_experts), set(ids.flatten().tolist()))
     assert_close(kernels.moe_experts(x, experts, weights, ids), moe_experts_reference(x, experts, weights, ids))
 
 
