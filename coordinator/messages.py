@@ -4,17 +4,19 @@
     member -> master   Hello       who the member is, how it is configured, and the proof that it knows the secret
     master -> member   Accepted    the master's own proof; or
     master -> member   Refused     why not; the master closes after it
-    master -> member   Welcome     all members are there: the epoch begins
+    master -> member   Reconfigure an epoch begins, the first or the next; what was under way in the one before is void
     member -> master   Ready       weights are loaded; a blob for its peers (where its ranks can be reached)
-    master -> member   Go          all are ready: the blobs of all; steps may be arrived for
+    master -> member   Go          all are ready: the blobs of all; steps of the epoch, from 0, may be arrived for
     member -> master   Arrive      what the member would run in the next step; stands until that step is released
     master -> member   Release     run this step, with exactly these tokens
     member -> master   Done        all ranks of the member have reported the step: its batch is committed
-    member -> master   Fault       a collective raised
+    member -> master   Fault       a collective raised; the member waits for the next Reconfigure
     both               Beat        4 times a second, whatever else happens
+    master -> member   Evicted     the group goes on without this member; the master closes after it
     master -> member   Failed      the group steps no more
 
-A frame's array is the message's number, then its fields in order. Counts and steps are integers from 0 up.
+A frame's array is the message's number, then its fields in order. Counts and steps are integers from 0 up, epochs from
+1: epoch 0 is none.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import msgpack
 
 from coordinator.errors import ProtocolError
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 HEADER: Final = struct.Struct(">I")
 MAX_HELLO_BYTES: Final = 16 * 1024  # of a frame from a peer that has not proved itself
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024
@@ -58,13 +60,14 @@ class Hello:
     dp_rank: int
     config: dict[str, str]  # every setting that must be the same in all members, the layout's degrees included
     url: str  # for logs
+    epoch: int = 0  # the last that it was told of: 0 in a new process, more in one whose master was lost
     nonce: bytes = b""
     proof: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The Hello was in order; the member waits for the Welcome."""
+    """The Hello was in order; the member waits for a Reconfigure."""
 
     proof: bytes
 
@@ -77,11 +80,19 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """The epoch begins. Every tuple that speaks of all members follows the order of `members`."""
+class Reconfigure:
+    """An epoch begins: a member drops what it has not committed, and makes itself ready. A newer one supersedes.
+
+    Every tuple of this epoch that speaks of all members follows the order of `members`.
+    """
 
     epoch: int
-    members: tuple[int, ...]  # dp ranks
+    members: tuple[int, ...]  # dp ranks that live, ascending
+    evicted: tuple[tuple[int, ...], ...]  # dp ranks of each eviction, in order, since the group was whole
+    kinds: tuple[str, ...]  # of each in `evicted`, one after the other, what spoke against it, in a word (verdicts.py)
+    reason: str  # why, for logs and operators; names who was evicted
+    detect_ms: int  # from the last sign of life, or of progress, of who was evicted until the verdict
+    agree_ms: int  # from the verdict until it was committed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +170,14 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evicted:
+    """The member is not one of `epoch`, nor of any later one."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """The master's verdict; `reason` names the member at fault."""
 
@@ -168,12 +187,12 @@ class Failed:
 
 
 MemberMessage = Ready | Arrive | Done | Fault | Beat
-ClockMessage = Welcome | Go | Release | Failed
+ClockMessage = Reconfigure | Go | Release | Evicted | Failed
 Message = Challenge | Hello | Accepted | Refused | MemberMessage | ClockMessage
 
 _TYPES: Final[tuple[type[Message], ...]] = (
-    *(Challenge, Hello, Accepted, Refused, Welcome, Ready, Go),
-    *(Arrive, Release, Done, Fault, Beat, Failed),
+    *(Challenge, Hello, Accepted, Refused, Reconfigure, Ready, Go),
+    *(Arrive, Release, Done, Fault, Beat, Evicted, Failed),
 )
 _NUMBERS: Final = {cls: number for number, cls in enumerate(_TYPES)}
 _FIELDS: Final = {cls: tuple(field.name for field in fields(cls)) for cls in _TYPES}
@@ -205,6 +224,7 @@ _CHECK_OF_TYPE: Final[dict[Any, Callable[[Any], bool]]] = {
     bytes: _is_bytes,
     dict[str, str]: _is_map,
     tuple[int, ...]: _is_tuple_of(_is_int),
+    tuple[tuple[int, ...], ...]: _is_tuple_of(_is_tuple_of(_is_int)),
     tuple[str, ...]: _is_tuple_of(_is_str),
     tuple[bytes, ...]: _is_tuple_of(_is_bytes),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Final, ParamSpec, TypeVar
+from typing import Final, ParamSpec, Protocol, TypeVar
 
 import torch
 import triton
@@ -19,17 +19,23 @@ IS_INTERPRETED: Final[bool] = bool(triton.knobs.runtime.interpret)
 _INTERPRETED_PROGRAMS: Final = 3  # few enough that persistent kernels loop over small problems too
 
 
-def dispatched(launcher: Callable[P, R], reference: Callable[P, R]) -> Callable[P, R]:
-    """One function of the two: Triton for a CUDA tensor or under the interpreter, plain torch on the CPU.
+class _Placed(Protocol):
+    """A tensor, or what is made of some that lie on one device."""
 
-    The first argument must be a tensor and given by position.
+    @property
+    def is_cuda(self) -> bool: ...
+
+
+def dispatched(launcher: Callable[P, R], on_cpu: Callable[P, R]) -> Callable[P, R]:
+    """One function of the two: Triton for CUDA tensors or under the interpreter, `on_cpu` for those on the CPU.
+
+    The first argument, which must be given by position, tells which.
     """
 
     @functools.wraps(launcher)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        x = args[0]
-        assert isinstance(x, torch.Tensor)
-        return (launcher if x.is_cuda or IS_INTERPRETED else reference)(*args, **kwargs)
+        x: _Placed = args[0]  # type: ignore[assignment]  # P knows nothing of its first
+        return (launcher if x.is_cuda or IS_INTERPRETED else on_cpu)(*args, **kwargs)
 
     return call
 

@@ -19,7 +19,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import configs
@@ -50,6 +52,11 @@ class ExpertWeights:
     gate_up_scale: Tensor | None = None  # [2 * F_total / 128, ceil(H / 128)] float32
     down_scale: Tensor | None = None  # [ceil(H / 128) * F_total / 128] float32
 
+    @property
+    def is_cuda(self) -> bool:
+        """Where they lie."""
+        return self.gate_up.is_cuda
+
     def __post_init__(self) -> None:
         """Raises ValueError for FP8 weights that scales of 128 x 128 blocks cannot describe."""
         if self.gate_up_scale is not None:
@@ -58,8 +65,27 @@ class ExpertWeights:
                 raise ValueError(f"an FP8 expert has a width of {odd[0]}, which must be a multiple of {FP8_GROUP}")
 
 
-def moe_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, expert_ids: Tensor) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The same on a CPU, each expert with its own two matrices, as packed_linear.pack gives them."""
+
+    gate_up: tuple[Tensor, ...]  # [2 * F_e, H] of each: gate rows, then up rows
+    down: tuple[Tensor, ...]  # [H, F_e]
+    widths: tuple[int, ...]  # [E]
+    is_here: NDArray[np.bool_] | None  # [E] whether the width is above 0; None: all are
+
+
+Experts = ExpertWeights | PackedExperts
+
+
+def pack_nothing(experts: ExpertWeights) -> Experts:
+    """The experts as `moe_experts` takes them: as they are."""
+    return experts
+
+
+def moe_experts(x: Tensor, experts: Experts, weights: Tensor, expert_ids: Tensor) -> Tensor:
     """x [T, H], weights [T, K] float32, expert_ids [T, K] int32 -> [T, H], this rank's part of the sum."""
+    assert isinstance(experts, ExpertWeights)  # the other form is for CPUs
     check_rows(x=x, gate_up=experts.gate_up)
     T, hidden = x.shape
     num_experts, top_k, widest = len(experts.widths), expert_ids.shape[1], max(experts.widths)

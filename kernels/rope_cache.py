@@ -8,6 +8,8 @@ float8_e4m3fn holds values divided by their head's scale.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from kernels.configs import FP8_ARCHS
 from kernels.device import check_rows
 from kernels.fp8 import FP8_MAX, to_fp8
 from kernels.rms_norm import rms_norm_reference
+from kernels.step_plan import StepPlan
 
 
 @triton.jit
@@ -184,6 +187,32 @@ def qk_norm_rope_cache(
         IS_FP8=k_scale is not None,
     )
     return q_out
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The norms of a layer's heads."""
+
+    q: Tensor  # [D]
+    k: Tensor  # [D]
+    heads: Tensor  # [Hq + Hkv, D] float32: those of each head
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, num_heads: int, num_kv_heads: int) -> HeadNorms:
+        """From the weights of the query heads and of the key heads."""
+        heads = torch.cat((q.expand(num_heads, -1), k.expand(num_kv_heads, -1)))
+        return cls(q, k, heads.to(torch.float32))
+
+
+def cache_heads(qkv: Tensor, norms: HeadNorms, eps: float, plan: StepPlan, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    """qkv [T, Hq + 2 * Hkv, D] -> q normed and rotated [T, Hq, D]; keys and values go to the cache."""
+    num_kv_heads = k_cache.shape[2]
+    q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    tables = plan.tables
+    return qk_norm_rope_cache(
+        *(q, k, v, norms.q, norms.k, eps),
+        *(tables.cos_sin, tables.positions, tables.slots, k_cache, v_cache),
+    )
 
 
 def qk_norm_rope_cache_reference(

@@ -281,7 +281,9 @@ def sample_reference(
     """Plain torch, in float64."""
     token_ids = torch.argmax(logits, dim=-1).to(torch.int32)  # argmax takes the lowest id on ties
     sampled = torch.nonzero(temperature > 0).squeeze(1)
-    for rows in torch.tensor_split(sampled, -(-sampled.numel() // _ROWS_AT_ONCE) or 1):
+    if not sampled.numel():
+        return token_ids
+    for rows in torch.tensor_split(sampled, -(-sampled.numel() // _ROWS_AT_ONCE)):
         scaled = logits[rows].to(torch.float64) / temperature[rows].to(torch.float64).unsqueeze(1)
         kept = _kept_mass_reference(scaled, top_k[rows], top_p[rows], min_p[rows])  # [n, V]
         running = kept.cumsum(dim=-1)

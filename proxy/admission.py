@@ -79,9 +79,13 @@ class Admission:
         """Counts a request against its key. Raises KeyOverLimit; then nothing was counted."""
         caller = ticket.caller
         if caller.max_requests and caller.requests >= caller.max_requests:
-            raise KeyOverLimit(f"key {caller.name!r} has {caller.requests} requests open, limit {caller.max_requests}")
+            raise KeyOverLimit(
+                f"key {caller.name!r} has {caller.requests} requests open, limit {caller.max_requests}", of="requests"
+            )
         if caller.max_tokens and caller.requests and caller.tokens + ticket.tokens > caller.max_tokens:
-            raise KeyOverLimit(f"key {caller.name!r} has {caller.tokens} tokens open, limit {caller.max_tokens}")
+            raise KeyOverLimit(
+                f"key {caller.name!r} has {caller.tokens} tokens open, limit {caller.max_tokens}", of="tokens"
+            )
         caller.requests += 1
         caller.tokens += ticket.tokens
 
@@ -93,10 +97,11 @@ class Admission:
 
     def admit(self, ticket: Ticket) -> None:
         """The request is under way; its key's next turn comes after the others'."""
-        self._dequeue(ticket)
-        queue = self._queues[ticket.priority]
-        if ticket.caller in queue:
-            queue[ticket.caller] = queue.pop(ticket.caller)
+        if self.waiting:
+            self._dequeue(ticket)
+            queue = self._queues[ticket.priority]
+            if ticket.caller in queue:
+                queue[ticket.caller] = queue.pop(ticket.caller)
         ticket.is_admitted = True
         self.requests += 1
         self.tokens += ticket.tokens

@@ -16,12 +16,11 @@ EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
 
 def passed_head(head: AnswerHead, request_id: bytes, *, is_chunked: bool, more_lines: Sequence[bytes]) -> bytes:
     """A replica's head for the client: end-to-end headers, the request's id, and this connection's framing."""
-    fields = head.fields
-    lines = [b"HTTP/1.1 " + head.line, *fields.passing]
-    if b"x-request-id" not in fields.noted:
+    lines = [b"HTTP/1.1 " + head.line, *head.passing]
+    if b"x-request-id" not in head.noted:
         lines.append(b"X-Request-Id: " + request_id)
-    if fields.content_length is not None:
-        lines.append(b"Content-Length: %d" % fields.content_length)
+    if head.content_length is not None:
+        lines.append(b"Content-Length: %d" % head.content_length)
     elif is_chunked:
         lines.append(b"Transfer-Encoding: chunked")
     lines.extend(more_lines)

@@ -1,6 +1,6 @@
 """The proxy's routes and resources. Start reading here.
 
-POST /v1/...        client.ClientConnection -> exchange.Exchange <-> relay.Relay (who is sent what) -> a replica
+POST /v1/...        client.ClientConnection -> exchange.Exchange -> a replica; dispatcher.Dispatcher: to which one
 GET /nodes/control  control.ControlConnections: replicas join, report and leave -> registry.Registry
 all else            handlers.Handlers, by aiohttp, to which client.py hands the connection
 """
@@ -19,14 +19,15 @@ from proxy.admission import Admission
 from proxy.backends import Backends
 from proxy.config import ProxyConfig
 from proxy.control import ControlConnections
+from proxy.cors import Cors
+from proxy.dispatcher import Dispatcher
 from proxy.handlers import MAX_NODE_BYTES, Handlers
 from proxy.keys import ApiKeys
 from proxy.metrics import Metrics
-from proxy.middleware import allow_origins, close_connection, identify, shape_errors
+from proxy.middleware import close_connection, identify, shape_errors
 from proxy.open_requests import OpenRequests
 from proxy.protocol import CONTROL_PATH
 from proxy.registry import Registry
-from proxy.relay import Relay
 from proxy.strangers import StrangerLog
 
 INFERENCE: Final = r"/v1/{operation:[\w-]+(?:/[\w-]+)*}"
@@ -38,7 +39,7 @@ class Proxy:
 
     app: web.Application  # everything but inference
     registry: Registry
-    relay: Relay
+    dispatcher: Dispatcher
     backends: Backends
     strangers: StrangerLog
 
@@ -57,13 +58,15 @@ def build(
     metrics = Metrics(registry, admission, clock)
     strangers = StrangerLog(metrics, clock)
     backends = Backends(config=config, registry=registry, clock=clock)
-    relay = Relay(
+    cors = Cors(config.cors_origins)
+    dispatcher = Dispatcher(
         config=config,
         registry=registry,
         admission=admission,
         metrics=metrics,
         keys=keys,
         access_log=access_log,
+        cors=cors,
         open_requests=OpenRequests(),
         clock=clock,
     )
@@ -72,9 +75,9 @@ def build(
     app = web.Application(middlewares=[identify, shape_errors], client_max_size=MAX_NODE_BYTES)
     app.on_response_prepare.append(close_connection)
     app.on_shutdown.append(control.close_all)
-    if config.cors_origins:
-        app.on_response_prepare.append(allow_origins(config.cors_origins))
-        app.router.add_route("OPTIONS", "/{path:.*}", handlers.preflight)
+    if cors.is_on:
+        app.on_response_prepare.append(cors.on_prepare)
+        app.router.add_route("OPTIONS", "/{path:.*}", cors.preflight)
     app.add_routes(
         [
             web.get("/v1/models", handlers.models),
@@ -90,4 +93,4 @@ def build(
     )
     for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH"):  # POST is the data path's
         app.router.add_route(method, INFERENCE, handlers.only_post)
-    return Proxy(app=app, registry=registry, relay=relay, backends=backends, strangers=strangers)
+    return Proxy(app=app, registry=registry, dispatcher=dispatcher, backends=backends, strangers=strangers)

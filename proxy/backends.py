@@ -18,7 +18,8 @@ from typing import Any, Final
 import aiohttp
 
 from proxy.config import ProxyConfig
-from proxy.registry import ModelObjects, Registry, Replica, ReplicaState
+from proxy.registry import Registry
+from proxy.replicas import ModelObjects, Replica, ReplicaState
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +65,12 @@ class Backends:
         return self._known.pop(url, None) is not None
 
     async def terminate(self, url: str) -> str:
-        """Asks a server to end itself, as LMDeploy's do on GET /terminate; returns what came of it."""
+        """Asks a server to end itself, as LMDeploy's do on GET /terminate; returns why it will not, or nothing."""
         assert self._session is not None
         try:
             async with asyncio.timeout(self._config.probe_timeout_s):
                 async with self._session.get(f"{url}/terminate", headers=self._headers()) as response:
-                    return f"answered {response.status}"
+                    return "" if response.status == 200 else f"it answered {response.status}"
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as err:
             return str(err) or "no answer"
 

@@ -23,11 +23,9 @@ class Breaker:
     __slots__ = ("_failed", "_old_failed", "_old_whole", "_open_until_s", "_probe_since_s", "_turn_s", "_whole")
 
     def __init__(self) -> None:
-        self._whole = self._failed = 0  # in the current half window
-        self._old_whole = self._old_failed = 0  # in the half before
-        self._turn_s = 0.0  # when the current half ends
         self._open_until_s = 0.0  # 0: shut
         self._probe_since_s = 0.0  # 0: no probe is under way
+        self._begin_window()
 
     @property
     def is_shut(self) -> bool:
@@ -47,31 +45,47 @@ class Breaker:
         if self._open_until_s:
             self._probe_since_s = now_s
 
-    def ended(self, is_whole: bool, now_s: float) -> None:
-        """A request ended by what the replica did."""
+    def ended(self, is_whole: bool, now_s: float) -> bool:
+        """A request ended by what the replica did; whether this opened the breaker or shut it."""
         if self._open_until_s:
             if is_whole:
-                self.__init__()  # type: ignore[misc]  # as new
+                self._open_until_s = self._probe_since_s = 0.0
+                self._begin_window()
             else:
-                self._open_until_s, self._probe_since_s = now_s + OPEN_S, 0.0
-            return
+                self._open(now_s)
+            return is_whole
         if now_s >= self._turn_s:
-            is_next = now_s < self._turn_s + WINDOW_S / 2
-            self._old_whole, self._old_failed = (self._whole, self._failed) if is_next else (0, 0)
-            self._whole = self._failed = 0
-            self._turn_s = now_s + WINDOW_S / 2
+            self._turn(now_s)
         if is_whole:
             self._whole += 1
-            return
+            return False
         self._failed += 1
         failed = self._failed + self._old_failed
         outcomes = failed + self._whole + self._old_whole
-        if outcomes >= MIN_OUTCOMES and failed > MAX_FAILED * outcomes:
-            self._open_until_s, self._probe_since_s = now_s + OPEN_S, 0.0
+        if outcomes < MIN_OUTCOMES or failed <= MAX_FAILED * outcomes:
+            return False
+        self._open(now_s)
+        return True
 
-    def abandoned(self) -> None:
-        """A request ended by what the client did: it says nothing, and another may be the probe."""
+    def abandoned(self) -> bool:
+        """A request ended by what the client did: it says nothing, and another may be the probe. Never turns it."""
         self._probe_since_s = 0.0
+        return False
+
+    def _open(self, now_s: float) -> None:
+        self._open_until_s, self._probe_since_s = now_s + OPEN_S, 0.0
+
+    def _begin_window(self) -> None:
+        self._whole = self._failed = 0  # in the current half window
+        self._old_whole = self._old_failed = 0  # in the half before
+        self._turn_s = 0.0  # when the current half ends
+
+    def _turn(self, now_s: float) -> None:
+        """The next half of the window begins."""
+        is_next = now_s < self._turn_s + WINDOW_S / 2
+        self._old_whole, self._old_failed = (self._whole, self._failed) if is_next else (0, 0)
+        self._whole = self._failed = 0
+        self._turn_s = now_s + WINDOW_S / 2
 
 
 class RetryBudget:

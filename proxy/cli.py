@@ -80,8 +80,20 @@ def _add_option(command: argparse.ArgumentParser, setting: Field[Any]) -> None:
             type=type(setting.default),
             default=setting.default,
             metavar=_metavar(name),
-            help=f"{help_text} (default: %(default)s)" if setting.default != "" else help_text,
+            help=_help(setting),
         )
+
+
+def _help(setting: Field[Any]) -> str:
+    """What a plain option does, with its range and its default, if it has these."""
+    said = []
+    if setting.metadata["between"] is not None:
+        least, most = setting.metadata["between"]
+        said.append(f"{least:g} to {most:_}")
+    if setting.default != "":
+        said.append("default: %(default)s")
+    help_text: str = setting.metadata["help"]
+    return f"{help_text} ({'; '.join(said)})" if said else help_text
 
 
 def _metavar(name: str) -> str:

@@ -22,7 +22,7 @@ from proxy.http1 import MAX_HEAD_BYTES, HeadParser, RequestHead
 from proxy.strangers import StrangerLog
 
 if TYPE_CHECKING:
-    from proxy.relay import Relay
+    from proxy.dispatcher import Dispatcher
 
 KEEPALIVE_S: Final = 75.0  # an idle client connection
 LINGER_S: Final = 2.0  # to read off what a client goes on sending after its request was refused
@@ -34,20 +34,33 @@ _INFERENCE: Final = re.compile(rb"/v1/(?!models(?:/|$))([\w-]+(?:/[\w-]+)*)", re
 _BEGINNING: Final = re.compile(rb"\r?\Z|[!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32}(?: |\Z)")
 _ROUTES: Final = {
     path.encode(): path
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank")
+    for path in (
+        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank"),
+        *("/tokenize", "/detokenize"),
+    )
 }
 OTHER_ROUTE: Final = "/v1/{operation}"
+# What replicas are asked without a body.
+_READING: Final = {b"/version": "/version", b"/openapi.json": "/openapi.json"}
+_RESPONSE: Final = re.compile(rb"/v1/responses/[\w-]+(?:/[\w-]+)?", re.ASCII)
 
 
 def inference_route(head: RequestHead) -> str | None:
     """What metrics call the route of a request for the data path; None for any other request."""
     if head.method != b"POST":
-        return None
+        return _reading_route(head)
     route = _ROUTES.get(head.target)
     if route is not None:
         return route
     path = head.target.partition(b"?")[0]
     return _ROUTES.get(path) or (OTHER_ROUTE if _INFERENCE.fullmatch(path) else None)
+
+
+def _reading_route(head: RequestHead) -> str | None:
+    path = head.target.partition(b"?")[0]
+    if head.method == b"GET" and path in _READING:
+        return _READING[path]
+    return OTHER_ROUTE if head.method in (b"GET", b"DELETE") and _RESPONSE.fullmatch(path) else None
 
 
 class FrontDoor:
@@ -56,13 +69,13 @@ class FrontDoor:
     def __init__(
         self,
         *,
-        relay: Relay,
+        dispatcher: Dispatcher,
         control_plane: Callable[[], asyncio.Protocol],
         strangers: StrangerLog,
         session_header: str,
         client_timeout_s: float,
     ) -> None:
-        self.relay = relay
+        self.dispatcher = dispatcher
         self.control_plane = control_plane  # a new protocol of aiohttp's, for a connection that is handed over
         self.strangers = strangers
         self.client_timeout_s = client_timeout_s
@@ -109,7 +122,7 @@ class ClientConnection(asyncio.Protocol):
         """From asyncio."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         self._door.connections.add(self)
-        self._deadline_s = self._door.relay.now_s + KEEPALIVE_S
+        self._deadline_s = self._door.dispatcher.now_s + KEEPALIVE_S
         # Anything that the kernel does not take at once stops the replica's stream: a slow reader costs one read.
         # (Not 0: TLS transports pause at the limit, not above it.)
         self._transport.set_write_buffer_limits(high=1, low=0)
@@ -144,7 +157,7 @@ class ClientConnection(asyncio.Protocol):
         """From asyncio."""
         self._is_full = True
         self._stalled_bytes = self._unsent()
-        self._deadline_s = self._door.relay.now_s + self._door.client_timeout_s
+        self._deadline_s = self._door.dispatcher.now_s + self._door.client_timeout_s
         if self._exchange is not None:
             self._exchange.client_full()
 
@@ -189,35 +202,36 @@ class ClientConnection(asyncio.Protocol):
         if data and not _BEGINNING.match(data):
             raise BadRequest("the request does not begin with a method")
         if not self._unread and data:
-            self._deadline_s = self._door.relay.now_s + self._door.client_timeout_s
+            self._deadline_s = self._door.dispatcher.now_s + self._door.client_timeout_s
         self._unread = data
 
     def _begin(self, head: RequestHead, route: str, data: Bytes) -> None:
-        relay = self._door.relay
+        """A request whose head is here, with `data` behind it."""
+        dispatcher = self._door.dispatcher
         self.is_http_1_1 = head.is_http_1_1
-        self._is_kept_alive = head.is_kept_alive and not relay.open_requests.is_draining
-        fields = head.fields
-        expected = fields.noted.get(b"expect")
-        length = fields.content_length or 0
+        self._is_kept_alive = head.is_kept_alive and not dispatcher.open_requests.is_draining
+        length = head.content_length or 0
         try:
+            expected = head.noted.get(b"expect")
             if expected is not None and expected.lower() != b"100-continue":
                 raise ExpectationFailed("the only known expectation is 100-continue")
-            exchange = relay.open(self, head, route)
+            exchange = dispatcher.open(self, head, route)
         except RequestError as err:
-            relay.count(route, err.status, 0.0)
-            is_whole = not fields.is_chunked and len(data) >= length
+            dispatcher.metrics.request_ended(route, err.status, 0.0)
+            is_whole = not head.is_chunked and len(data) >= length
             self._unread = bytes(data[length:]) if is_whole else b""
             self._is_kept_alive = self._is_kept_alive and is_whole
-            self.respond(err, relay.request_id(head), relay.cors_lines(head))
+            self.respond(err, dispatcher.request_id(head), dispatcher.cors.lines(head.noted.get(b"origin")))
             self._after_answer()
             return
         self._exchange = exchange
         self._deadline_s = math.inf
-        if not fields.is_chunked and length <= len(data):
-            self._unread = bytes(data[length:])
-            self._body_is_whole([data[:length]] if length else [], length)
+        if length <= len(data) and not head.is_chunked:
+            if length < len(data):
+                self._unread, data = bytes(data[length:]), data[:length]
+            self._body_is_whole([data] if length else [], length)
             return
-        self._body = ChunkedBody() if fields.is_chunked else SizedBody(length)
+        self._body = ChunkedBody() if head.is_chunked else SizedBody(length)
         self._parts, self._size, self._is_streaming = [], 0, False
         if expected is not None and not data and self.is_http_1_1:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -227,7 +241,7 @@ class ClientConnection(asyncio.Protocol):
         """More of a body that did not come with its head."""
         body, exchange = self._body, self._exchange
         assert body is not None and exchange is not None
-        self._deadline_s = self._door.relay.now_s + self._door.client_timeout_s
+        self._deadline_s = self._door.dispatcher.now_s + self._door.client_timeout_s
         parts: list[Bytes] = []
         try:
             used = body.feed(data, parts) if isinstance(body, SizedBody) else body.feed(bytes(data), parts)
@@ -244,8 +258,8 @@ class ClientConnection(asyncio.Protocol):
             return
         self._parts += parts
         self._size += sum(map(len, parts))
-        if self._size > self._door.relay.config.max_body_bytes:
-            exchange.fail(too_large(self._size, self._door.relay.config.max_body_bytes))
+        if self._size > self._door.dispatcher.max_body_bytes:
+            exchange.fail(too_large(self._size, self._door.dispatcher.max_body_bytes))
         elif body.is_done:
             self._body = None
             self._body_is_whole(self._parts, self._size)
@@ -254,7 +268,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _stream_body(self, exchange: Exchange) -> None:
         """The body is too long to be kept: what is here goes on its way, and the rest follows when it can."""
-        if self._door.relay.can_begin(exchange, self._parts, is_whole=False):
+        if self._door.dispatcher.can_begin(exchange, self._parts, is_whole=False):
             parts, self._parts = self._parts, []
             self._is_streaming = True
             self.pause_sending()
@@ -264,7 +278,7 @@ class ClientConnection(asyncio.Protocol):
         exchange = self._exchange
         assert exchange is not None
         self._parts = []
-        self._door.relay.can_begin(exchange, parts, is_whole=True)
+        self._door.dispatcher.can_begin(exchange, parts, is_whole=True)
         exchange.body_ready(parts, size, is_whole=True)
 
     def _refuse(self, err: RequestError) -> None:
@@ -303,7 +317,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lines(self) -> list[bytes]:
         """What an answer's head says of the connection."""
-        if self._door.relay.open_requests.is_draining or self._body is not None:
+        if self._door.dispatcher.open_requests.is_draining or self._body is not None:
             self._is_kept_alive = False
         if not self._is_kept_alive:
             return [b"Connection: close"]
@@ -322,7 +336,7 @@ class ClientConnection(asyncio.Protocol):
     def want_more(self) -> None:
         """Takes more of the body."""
         if self._body is not None and self._transport is not None:
-            self._deadline_s = self._door.relay.now_s + self._door.client_timeout_s
+            self._deadline_s = self._door.dispatcher.now_s + self._door.client_timeout_s
             self._transport.resume_reading()
 
     def reset(self) -> None:
@@ -349,7 +363,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._is_full:
             return  # until the client has read this answer, the next would only pile up
-        self._deadline_s = self._door.relay.now_s + KEEPALIVE_S
+        self._deadline_s = self._door.dispatcher.now_s + KEEPALIVE_S
         if self._unread:
             transport.resume_reading()
             asyncio.get_running_loop().call_soon(self._next)
@@ -364,7 +378,7 @@ class ClientConnection(asyncio.Protocol):
         """Closes our end and reads off the other for a moment: a close with bytes unread would destroy the answer."""
         self._body, self._parts, self._unread = None, [], b""
         self._is_lingering = True
-        self._deadline_s = self._door.relay.clock() + LINGER_S
+        self._deadline_s = self._door.dispatcher.clock() + LINGER_S
         if transport.can_write_eof() and not transport.is_closing():
             transport.write_eof()
             transport.resume_reading()

@@ -35,7 +35,8 @@ from proxy.protocol import (
     decode,
     encode,
 )
-from proxy.registry import ModelObjects, Registry
+from proxy.registry import Registry
+from proxy.replicas import ModelObjects
 from proxy.strangers import StrangerLog
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,9 @@ ProxyError
     ├── UpstreamFailed         502: the replica broke off; it may have done the work, so the proxy does not repeat it
     │   ├── ConnectFailed      never seen by a client: nothing was sent, so another replica is tried
     │   ├── GarbledAnswer      what the replica sent is no HTTP
-    │   └── NotBegun           never seen by a client while another replica can be tried: this one did not begin it
+    │   ├── NotBegun           never seen by a client while another replica can be tried: this one did not begin it
+    │   └── ReplicaLost        code replica_lost, mostly as the last event of a stream: the replica will not finish this
+    │                          answer; asking again is safe
     ├── NoReplicaAvailable     503 with Retry-After: nobody is live
     │   └── Overloaded         503 with Retry-After: the queue is full, or the wait in it was too long
     └── UpstreamTimeout        504: the replica accepted the request and then sent nothing for too long
@@ -46,7 +48,7 @@ class RequestError(ProxyError):
     """One request's own failure."""
 
     status: ClassVar[int] = 500
-    kind: ClassVar[str] = "server_error"
+    kind: str = "server_error"
     code: ClassVar[str | None] = None
 
     def body(self) -> dict[str, Any]:
@@ -103,8 +105,12 @@ class KeyOverLimit(RequestError):
     """The API key has as much in flight as it may."""
 
     status = 429
-    kind = "rate_limit_error"
     code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, of: str) -> None:
+        """`of` is what there is too much of: requests or tokens. OpenAI names the error's type after it."""
+        super().__init__(message)
+        self.kind = of
 
     def headers(self) -> dict[str, str]:
         """When to ask again."""
@@ -122,7 +128,6 @@ class UpstreamFailed(RequestError):
     """The replica ended the connection before its answer began."""
 
     status = 502
-    kind = "upstream_error"
     code = "upstream_failed"
 
 
@@ -140,6 +145,12 @@ class NotBegun(UpstreamFailed):
     """The replica said that it did not begin the request."""
 
     code = "not_begun"
+
+
+class ReplicaLost(UpstreamFailed):
+    """The replica that worked on the answer is gone, or stopped; another one could go on with it."""
+
+    code = "replica_lost"
 
 
 class NoReplicaAvailable(RequestError):
@@ -168,7 +179,6 @@ class UpstreamTimeout(RequestError):
     """The replica accepted the request, but its answer did not come in time."""
 
     status = 504
-    kind = "upstream_error"
     code = "upstream_timeout"
 
 

@@ -2,7 +2,7 @@
 
 A state machine between a client's connection and a replica's. It is told what arrives at either side and what time
 it is, and tells the other side; what several requests share (who may be sent what, the queue, the metrics) is the
-relay's. Its phases:
+dispatcher's. Its phases:
 
     BODY        the client sends the request
     WAITING     for room, or for a group that reconfigures
@@ -16,9 +16,10 @@ An answer has these ends:
 
     whole                                  the client's answer ends as the replica's did
     the replica refuses the connection     nothing was sent, so another replica is tried
-    it says that it did not begin          likewise
+    it hands the request back              likewise: it did not begin, or stopped before any byte
     it breaks off before any byte, and     likewise: that life of it can no longer run the request
     its control connection is gone
+    its group evicts it before any byte    likewise
     it fails before the first body byte    502 or 504: it may have done the work
     it fails later, in an event stream     every byte that came, then an error event in OpenAI's form, then the end;
                                            never a `[DONE]` that the replica did not send
@@ -28,9 +29,9 @@ An answer has these ends:
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from proxy.admission import Ticket
@@ -39,27 +40,30 @@ from proxy.breaker import FAILED_STATUSES
 from proxy.errors import (
     BodyTooLarge,
     ConnectFailed,
+    GarbledAnswer,
     NotBegun,
+    ReplicaLost,
     RequestError,
     UpstreamFailed,
     UpstreamTimeout,
 )
-from proxy.framing import LAST_CHUNK, Body, Bytes, ChunkedBody, chunk, first_payload
+from proxy.framing import LAST_CHUNK, Bytes, chunk, first_payload
 from proxy.http1 import AnswerHead, RequestHead
 from proxy.journal import Journal
-from proxy.registry import InFlight, Replica
+from proxy.outcomes import Attempt, End
+from proxy.replicas import InFlight, Replica
 from proxy.upstream import NO_BODY, Upstream
 
 if TYPE_CHECKING:
     from proxy.client import ClientConnection
-    from proxy.relay import Relay
-
-logger = logging.getLogger(__name__)
+    from proxy.dispatcher import Dispatcher
 
 EVENT_STREAM: Final = b"text/event-stream"
 HELD_BYTES: Final = 64 * 1024  # of an event that is not whole; a longer one is passed on in parts
 JOINED_BYTES: Final = 16 * 1024  # up to here, copying two pieces together is cheaper than writing them apart
 CLIENT_LEFT_STATUS: Final = 499  # nginx's number for it; in metrics and logs only
+_ATTEMPT_WHOLE: Final = Attempt.WHOLE
+_END_WHOLE: Final = End.WHOLE
 
 
 class Phase:
@@ -74,83 +78,43 @@ class Phase:
     ENDED: Final = 6
 
 
+@dataclass(slots=True, eq=False)
 class Exchange:
-    """See the module. Everything public is called by the client's connection, the upstream one, or the relay."""
+    """See the module. Everything public is called by the client's connection, the upstream one, or the dispatcher."""
 
-    __slots__ = (
-        "_held",
-        "_is_client_full",
-        "_is_resendable",
-        "_last",
-        "_pending",
-        "_place",
-        "_wants_whole_chunks",
-        "answer",
-        "answer_bytes",
-        "body",
-        "client",
-        "deadline_s",
-        "first_byte_s",
-        "head",
-        "is_body_whole",
-        "is_event_stream",
-        "journal",
-        "model",
-        "phase",
-        "queue_s",
-        "ready_s",
-        "relay",
-        "replica",
-        "request_id",
-        "route",
-        "sent_s",
-        "size",
-        "started_s",
-        "ticket",
-        "tried",
-        "upstream",
-        "wants_payload",
-    )
+    dispatcher: Dispatcher
+    client: ClientConnection
+    head: RequestHead
+    route: str
+    request_id: bytes
+    ticket: Ticket
+    started_s: float
 
-    def __init__(
-        self,
-        relay: Relay,
-        client: ClientConnection,
-        head: RequestHead,
-        *,
-        route: str,
-        request_id: bytes,
-        ticket: Ticket,
-    ) -> None:
-        self.relay = relay
-        self.client = client
-        self.head = head
-        self.route = route
-        self.request_id = request_id
-        self.ticket = ticket
-        self.started_s = relay.clock()
-        self.phase: int = Phase.BODY
-        self.deadline_s = math.inf
-        self.body: Sequence[Bytes] = ()
-        self.size = 0
-        self.is_body_whole = False
-        self.model: str | None = None
-        self.tried: list[Replica] = []
-        self.replica: Replica | None = None
-        self.upstream: Upstream | None = None
-        self.answer: AnswerHead | None = None
-        self.is_event_stream = False
-        self.wants_payload = False
-        self.journal: Journal | None = None
-        self.ready_s = self.sent_s = self.first_byte_s = self.queue_s = 0.0
-        self.answer_bytes = 0
-        self._is_client_full = False
-        self._is_resendable = True
-        self._place: InFlight | None = None
-        self._pending = b""  # the answer's head, until the first of its body goes with it
-        self._held = b""  # the start of a chunk
-        self._last = b""  # of what the client was sent
-        self._wants_whole_chunks = False
+    phase: int = Phase.BODY
+    deadline_s: float = math.inf
+    body: Sequence[Bytes] = ()
+    size: int = 0
+    is_body_whole: bool = False
+    model: str | None = None
+    ready_s: float = 0.0  # when the body was there as far as it is kept
+    queue_s: float = 0.0
+    tried: list[Replica] = field(default_factory=list)
+    replica: Replica | None = None
+    upstream: Upstream | None = None
+    sent_s: float = 0.0
+    answer: AnswerHead | None = None
+    first_byte_s: float = 0.0  # after `sent_s`
+    answer_bytes: int = 0
+    is_event_stream: bool = False
+    wants_payload: bool = False
+    journal: Journal | None = None
+    _is_client_full: bool = False
+    _is_resendable: bool = True
+    _place: InFlight | None = None
+    _pending: bytes = b""  # the answer's head, until the first of its body goes with it
+    _held: bytes = b""  # the start of a chunk
+    _last: bytes = b""  # of what the client was sent
+    _wants_whole_chunks: bool = False
 
     # The request's body, from the client's connection.
 
@@ -158,112 +122,129 @@ class Exchange:
         """The body, or as much of it as is kept: the rest then comes by `more_body`."""
         self.body, self.size, self.is_body_whole = parts, size, is_whole
         self._is_resendable = is_whole
-        self.ready_s = self.relay.clock()
-        self.relay.place(self)
+        self.ready_s = self.dispatcher.clock()
+        self.dispatcher.place(self)
 
     def more_body(self, parts: list[Bytes], *, is_last: bool) -> None:
         """More of a body that is too long to be kept."""
         self.size += sum(map(len, parts))
-        if self.size > self.relay.config.max_body_bytes:
-            self.fail(too_large(self.size, self.relay.config.max_body_bytes))
+        if self.size > self.dispatcher.max_body_bytes:
+            self.fail(too_large(self.size, self.dispatcher.max_body_bytes))
             return
-        if self.head.fields.is_chunked:
+        if self.head.is_chunked:
             parts = [*map(chunk, parts), LAST_CHUNK] if is_last else [*map(chunk, parts)]
         self.is_body_whole = is_last
         if self.upstream is not None:
-            self.deadline_s = self.relay.clock() + self.relay.config.first_byte_timeout_s
+            self.deadline_s = self.dispatcher.clock() + self.dispatcher.config.first_byte_timeout_s
             if parts:
                 self.upstream.send_more(parts)
 
-    # The way to a replica, from the relay.
+    # The way to a replica, from the dispatcher.
 
     def send_to(self, replica: Replica) -> None:
         """Takes a place on the replica, then a connection, and sends the request."""
         self.tried.append(replica)
         self.replica = replica
         self._place = InFlight(replica, self.ticket.tokens)
-        upstream = self.relay.pool.take(replica.url)
+        upstream = self.dispatcher.pool.take(replica.url)
         if upstream is not None:
             self._send(upstream)
         else:
             self.phase = Phase.CONNECTING
-            self.relay.dial(self, replica)
+            self.dispatcher.dial(self, replica)
 
     def connected(self, upstream: Upstream) -> None:
         """The connection that was wanted is there; if it is not wanted any more, it is kept for others."""
         if self.phase == Phase.CONNECTING and self.replica is not None and self.replica.url == upstream.url:
             self._send(upstream)
         else:
-            self.relay.pool.put_back(upstream)
+            self.dispatcher.pool.put_back(upstream)
 
     def connect_failed(self, replica: Replica, err: ConnectFailed) -> None:
         """The replica did not accept the connection."""
         if self.phase == Phase.CONNECTING and self.replica is replica:
-            self._lose_place("connect_failed")
-            self.relay.try_again(self, err)
+            self._try_again(Attempt.CONNECT_FAILED, err)
+
+    def replica_evicted(self) -> None:
+        """The replica's group goes on without it: nothing more will come of what it was doing."""
+        if self.phase not in (Phase.CONNECTING, Phase.SENT, Phase.ANSWERING):
+            return
+        err = ReplicaLost("the replica was lost while it worked on the answer; ask again")
+        if self._is_begun():
+            self._drop_upstream(Attempt.LOST)
+            self._cut(err)
+        elif self._can_retry():
+            self._try_again(Attempt.LOST, err)
+        else:
+            self._drop_upstream(Attempt.LOST)
+            self.fail(err)
 
     def _send(self, upstream: Upstream) -> None:
-        relay = self.relay
+        dispatcher, head = self.dispatcher, self.head
         self.upstream = upstream
         self.phase = Phase.SENT
-        self.sent_s = relay.clock()
-        self.deadline_s = self.sent_s + relay.config.first_byte_timeout_s
-        relay.metrics.own_s.observe(self.sent_s - self.ready_s - self.queue_s)
-        fields = self.head.fields
+        self.sent_s = dispatcher.clock()
+        self.deadline_s = self.sent_s + dispatcher.config.first_byte_timeout_s
+        dispatcher.metrics.own_s.observe(self.sent_s - self.ready_s - self.queue_s)
         if self.is_body_whole:
             length = b"Content-Length: %d" % self.size
-        elif fields.is_chunked:
+        elif head.is_chunked:
             length = b"Transfer-Encoding: chunked"
         else:
-            length = b"Content-Length: %d" % (fields.content_length or 0)
-        host, base = relay.address(upstream.url)
-        head = b"\r\n".join(
-            (
-                b"POST %b%b HTTP/1.1\r\nHost: %b" % (base, self.head.target, host),
-                *fields.passing,
-                b"X-Request-Id: %b\r\n%b\r\n\r\n" % (self.request_id, length),
-            )
-        )
-        if fields.is_chunked and not self.is_body_whole:
-            upstream.send(self, [head, *map(chunk, self.body)])
-        elif len(self.body) == 1 and self.size <= JOINED_BYTES:
-            upstream.send(self, (head + bytes(self.body[0]),))
-        else:
-            upstream.send(self, [head, *self.body])
+            length = b"Content-Length: %d" % (head.content_length or 0)
+        lines = [
+            upstream.first_lines(head.method, head.target),
+            *head.passing,
+            b"X-Request-Id: " + self.request_id,
+            length,
+            b"",
+        ]
+        if self.is_body_whole and self.size <= JOINED_BYTES:
+            lines.append(b"".join(self.body))
+            upstream.send(self, (b"\r\n".join(lines),))
+            return
+        lines.append(b"")
+        is_chunked = head.is_chunked and not self.is_body_whole
+        upstream.send(self, [b"\r\n".join(lines), *(map(chunk, self.body) if is_chunked else self.body)])
         if not self.is_body_whole:
             self.body = ()
             self.client.want_more()
 
     # The answer, from the upstream connection.
 
-    def answer_began(self, head: AnswerHead, body: Body) -> None:
+    def answer_began(self, head: AnswerHead, *, is_chunked: bool) -> None:
         """The answer's head is here; it goes to the client with the first of its body."""
-        noted = head.fields.noted
-        if head.status == 503 and b"x-not-begun" in noted and self._can_retry():
-            assert self.upstream is not None
-            self.upstream.give_up()
-            self.upstream = None
-            self._lose_place("not_begun")
-            self.relay.try_again(self, NotBegun("the replica did not begin the request"))
+        if head.status == 503 and self._is_handed_back(head):
             return
+        client = self.client
         self.answer = head
-        self.is_event_stream = noted.get(b"content-type", b"").lower().startswith(EVENT_STREAM)
-        is_chunked = isinstance(body, ChunkedBody)
-        has_length = head.fields.content_length is not None or head.status in NO_BODY
+        self.is_event_stream = head.noted.get(b"content-type", b"").lower().startswith(EVENT_STREAM)
+        has_length = head.content_length is not None or head.status in NO_BODY
         if not has_length:
-            self.wants_payload = not (is_chunked and self.client.is_http_1_1)
+            self.wants_payload = not (is_chunked and client.is_http_1_1)
+            if not client.is_http_1_1:
+                client.close_after()
         if self.is_event_stream and head.status == 200:
             self._wants_whole_chunks = is_chunked and not self.wants_payload
-            if self.relay.journal_bytes:
-                self.journal = Journal(self.relay.journal_bytes)
-        if not (self.client.is_http_1_1 or has_length):
-            self.client.close_after()
+            if self.dispatcher.journal_bytes:
+                self.journal = Journal(self.dispatcher.journal_bytes)
         self._pending = passed_head(
             head,
             self.request_id,
-            is_chunked=not has_length and self.client.is_http_1_1,
-            more_lines=[*self.relay.cors_lines(self.head), *self.client.connection_lines()],
+            is_chunked=not has_length and client.is_http_1_1,
+            more_lines=self.dispatcher.cors.lines(self.head.noted.get(b"origin")) + client.connection_lines(),
         )
+
+    def _is_handed_back(self, head: AnswerHead) -> bool:
+        """Whether the replica will not answer and another one may; the request is then on its way there."""
+        is_not_begun = b"x-not-begun" in head.noted
+        if not (is_not_begun or b"x-interrupted" in head.noted) or not self._can_retry():
+            return False
+        if is_not_begun:
+            self._try_again(Attempt.NOT_BEGUN, NotBegun("the replica did not begin the request"))
+        else:
+            self._try_again(Attempt.LOST, ReplicaLost("the replica stopped before it answered"))
+        return True
 
     def answer_read(self) -> None:
         """The read that brought the head is over: an event stream's head does not wait for its first event."""
@@ -287,7 +268,7 @@ class Exchange:
             self._to_client(data)
             return
         if not self._is_client_full:  # as in _to_client, without a call: this is where events pass
-            self.deadline_s = self.relay.silence_s
+            self.deadline_s = self.dispatcher.silence_s
         self._last = data
         self.client.write(data)
 
@@ -303,7 +284,7 @@ class Exchange:
 
     def _to_client(self, data: bytes) -> None:
         if not self._is_client_full:
-            self.deadline_s = self.relay.silence_s
+            self.deadline_s = self.dispatcher.silence_s
         self._last = data
         if self._pending:
             if len(data) <= JOINED_BYTES:
@@ -315,10 +296,9 @@ class Exchange:
 
     def _first_byte(self) -> None:
         self.phase = Phase.ANSWERING
-        now_s = self.relay.clock()
-        self.first_byte_s = now_s - self.sent_s
+        self.first_byte_s = self.dispatcher.clock() - self.sent_s
         assert self.replica is not None
-        self.relay.metrics.first_byte_s[self.replica.replica_id].observe(self.first_byte_s)
+        self.dispatcher.metrics.first_byte_s[self.replica.replica_id].observe(self.first_byte_s)
 
     def _whole_chunks(self, data: bytes, boundary: int) -> bytes:
         """What can be passed on: whole chunks. The start of one is held back, but not of one that is very long."""
@@ -343,19 +323,20 @@ class Exchange:
             self._first_byte()
         if tail:
             self.client.write(tail)
-        self._end_attempt("failed" if self.answer.status in FAILED_STATUSES else "whole")
-        self._end(self.answer.status, "whole")
+        status = self.answer.status
+        self._end_attempt(Attempt.FAILED if status in FAILED_STATUSES else _ATTEMPT_WHOLE)
+        self._end(status, _END_WHOLE)
 
     def upstream_lost(self, err: UpstreamFailed) -> None:
         """There will be no more of the answer."""
         self.upstream = None
         if self._is_begun():
-            self._cut(err)
+            self._cut(err if isinstance(err, GarbledAnswer) else ReplicaLost(f"{err}; ask again"))
             return
-        self._lose_place("failed")
+        self._drop_upstream(Attempt.FAILED)
         if self.answer is None and self._can_retry():
             self.phase = Phase.VERDICT
-            self.relay.await_verdict(self, err)
+            self.dispatcher.await_verdict(self, err)
         else:
             self.fail(err)
 
@@ -380,14 +361,14 @@ class Exchange:
         """The client has caught up."""
         self._is_client_full = False
         if self.upstream is not None and self.phase == Phase.ANSWERING:
-            self.deadline_s = self.relay.clock() + self.relay.config.between_bytes_timeout_s
+            self.deadline_s = self.dispatcher.clock() + self.dispatcher.config.between_bytes_timeout_s
             self.upstream.resume()
 
     def client_left(self) -> None:
         """The client closed its connection."""
         if self.phase != Phase.ENDED:
-            self._drop_upstream("left")
-            self._end(CLIENT_LEFT_STATUS, "left")
+            self._drop_upstream(Attempt.LEFT)
+            self._end(CLIENT_LEFT_STATUS, End.LEFT)
 
     # Time, and other ends.
 
@@ -396,83 +377,84 @@ class Exchange:
         if now_s < self.deadline_s:
             return
         if self.phase == Phase.SENT:
-            self._drop_upstream("timeout")
+            self._drop_upstream(Attempt.TIMEOUT)
             err = UpstreamTimeout("the replica did not begin its answer in time")
             if self._is_begun():
                 self._cut(err)
             else:
                 self.fail(err)
         elif self.phase == Phase.ANSWERING:
-            self._drop_upstream("timeout")
+            self._drop_upstream(Attempt.TIMEOUT)
             self._cut(UpstreamTimeout("the replica went silent in its answer"))
 
     def fail(self, err: RequestError) -> None:
         """Ends the request with an error, by its status if nothing was sent and otherwise as a cut."""
         if self.phase == Phase.ENDED:
             return
-        self._drop_upstream("failed" if isinstance(err, UpstreamFailed) else "left")
+        self._drop_upstream(Attempt.FAILED if isinstance(err, UpstreamFailed) else Attempt.LEFT)
         if self._is_begun():
             self._cut(err)
             return
         if isinstance(err, UpstreamFailed | UpstreamTimeout):
-            self.relay.note_failure(self, err)
-        self.client.respond(err, self.request_id, self.relay.cors_lines(self.head))
-        self._end(err.status, "error")
+            self.dispatcher.note_failure(self, err)
+        self.client.respond(err, self.request_id, self.dispatcher.cors.lines(self.head.noted.get(b"origin")))
+        self._end(err.status, End.ERROR)
 
     def stop(self) -> None:
         """Ends the request as if the client had left, since the proxy stops."""
         if self.phase != Phase.ENDED:
-            self._drop_upstream("left")
-            self._end(CLIENT_LEFT_STATUS, "stopped")
+            self._drop_upstream(Attempt.LEFT)
+            self._end(CLIENT_LEFT_STATUS, End.STOPPED)
             self.client.reset()
+
+    def _try_again(self, attempt: Attempt, err: UpstreamFailed) -> None:
+        """This replica certainly does not run the request: another one may."""
+        self._drop_upstream(attempt)
+        self.dispatcher.try_again(self, err)
 
     def _cut(self, err: RequestError) -> None:
         """Ends an answer that has begun and cannot be finished."""
-        self.relay.note_cut(self, err)
-        self._end_attempt("cut")
+        self.dispatcher.note_cut(self, err)
+        self._end_attempt(Attempt.CUT)
         assert self.answer is not None
-        fields = self.answer.fields
-        is_plain = b"content-encoding" not in fields.noted and fields.content_length is None
+        answer = self.answer
+        is_plain = b"content-encoding" not in answer.noted and answer.content_length is None
         if not (self.is_event_stream and is_plain):
-            self._end(self.answer.status, "cut")
+            self._end(answer.status, End.CUT)
             self.client.reset()
             return
         held = first_payload(self._held) if self._held else b""
         end = error_end(err, last=self._last, held=held, is_chunked=self.client.is_http_1_1)
         self.client.write(self._pending + end)
-        self._end(self.answer.status, "cut")
+        self._end(answer.status, End.CUT)
 
     def _is_begun(self) -> bool:
         """Whether the client was sent anything of an answer."""
         return self.phase == Phase.ANSWERING or (self.answer is not None and not self._pending)
 
     def _can_retry(self) -> bool:
-        return self._is_resendable and self.relay.may_try_again(self)
+        return self._is_resendable and self.dispatcher.may_try_again(self)
 
-    def _drop_upstream(self, outcome: str) -> None:
+    def _drop_upstream(self, attempt: Attempt) -> None:
+        """Closes the connection to the replica, if there is one, and ends the time on it."""
         if self.upstream is not None:
             self.upstream.give_up()
             self.upstream = None
-        if self._place is not None:
-            self._lose_place(outcome)
-
-    def _lose_place(self, outcome: str) -> None:
-        """The attempt is over, the request perhaps not."""
-        self._end_attempt(outcome)
+        self._end_attempt(attempt)
         self.deadline_s = math.inf
 
-    def _end_attempt(self, outcome: str) -> None:
+    def _end_attempt(self, attempt: Attempt) -> None:
         """Gives back the place on the replica, exactly once."""
         if self._place is not None and self.replica is not None:
             self._place.release()
             self._place = None
-            self.relay.attempt_ended(self, self.replica, outcome)
+            self.dispatcher.attempt_ended(self, self.replica, attempt)
 
-    def _end(self, status: int, outcome: str) -> None:
+    def _end(self, status: int, end: End) -> None:
         assert self.phase != Phase.ENDED, "an exchange ends once"
         self.phase = Phase.ENDED
         self.body = ()
-        self.relay.ended(self, status, outcome)
+        self.dispatcher.ended(self, status, end)
         self.client.exchange_ended(self)
 
 

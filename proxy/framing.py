@@ -14,7 +14,10 @@ from proxy.errors import Malformed
 MAX_LINE_BYTES: Final = 4096  # of a chunk's size and extensions, or of one trailer
 MAX_TRAILER_BYTES: Final = 16 * 1024
 _SIZE_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
-_TRAILER: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
+# Not what says where a message ends: a reader that takes trailers for headers would see another one.
+_TRAILER: Final = re.compile(
+    rb"(?!(?i:content-length|transfer-encoding):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*"
+)
 _SHORT_LINE: Final = 10
 _MAX_SIZES: Final = 4096  # size lines remembered
 _sizes: dict[bytes, int] = {}  # size line -> bytes; events of one model have few different lengths

@@ -16,9 +16,11 @@ from proxy.config import ProxyConfig, backend_root, is_http_url
 from proxy.errors import BadRequest, UnknownModel
 from proxy.keys import ApiKeys
 from proxy.metrics import Metrics
-from proxy.registry import Registry, Replica
+from proxy.registry import Groups, Registry
+from proxy.replicas import Replica
 
 MAX_NODE_BYTES: Final = 64 * 1024  # of a body of /nodes/...
+HYBRID: Final = 1  # LMDeploy's number for a server that does prefill and decode
 
 
 class Handlers:
@@ -66,9 +68,13 @@ class Handlers:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def nodes_status(self, request: web.Request) -> web.Response:
-        """GET /nodes/status: every known replica with its state and load, for operators."""
+        """GET /nodes/status: every known replica by its URL, as LMDeploy shows its nodes, and what we know beyond."""
         self._check_token(request)
-        return web.json_response({"replicas": [self._describe(replica) for replica in self._registry.known()]})
+        now_s = self._clock()
+        groups = self._registry.groups(now_s=now_s)
+        return web.json_response(
+            {replica.url: self._describe(replica, groups, now_s) for replica in self._registry.known()}
+        )
 
     async def add_node(self, request: web.Request) -> web.Response:
         """POST /nodes/add {"url": ..., "status": {"models": [...]}}: spreads requests over this server too.
@@ -77,35 +83,24 @@ class Handlers:
         """
         url, models = await self._read_node(request)
         self._backends.add(url, models)
-        return web.json_response({"url": url, "status": "added"})
+        return web.json_response("Added successfully")
 
     async def remove_node(self, request: web.Request) -> web.Response:
         """POST /nodes/remove {"url": ...}: no new requests; what runs there goes on."""
         url, _ = await self._read_node(request)
         self._remove(url)
-        return web.json_response({"url": url, "status": "removed"})
+        return web.json_response("Deleted successfully")
 
     async def terminate_node(self, request: web.Request) -> web.Response:
         """POST /nodes/terminate {"url": ...}: removes the server, and asks it to end itself (GET /terminate)."""
         url, _ = await self._read_node(request)
         self._remove(url)
-        answer = await self._backends.terminate(url)
-        return web.json_response({"url": url, "status": "removed", "terminate": answer})
+        refusal = await self._backends.terminate(url)
+        return web.json_response(f"Failed to terminate node {url}: {refusal}" if refusal else "Terminated successfully")
 
     async def only_post(self, request: web.Request) -> web.StreamResponse:
         """Any other method on an inference route."""
         raise web.HTTPMethodNotAllowed(request.method, ["POST"])
-
-    async def preflight(self, request: web.Request) -> web.Response:
-        """OPTIONS on any route, where --cors-origin lets pages of other origins ask."""
-        return web.Response(
-            status=204,
-            headers={
-                "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
-                "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
-                "Access-Control-Max-Age": "3600",
-            },
-        )
 
     async def _read_node(self, request: web.Request) -> tuple[str, list[str]]:
         """The url and the models of a body in LMDeploy's shape. Raises BadRequest."""
@@ -138,14 +133,21 @@ class Handlers:
                 models.setdefault(model_id, model)
         return models
 
-    def _describe(self, replica: Replica) -> dict[str, Any]:
+    def _describe(self, replica: Replica, groups: Groups, now_s: float) -> dict[str, Any]:
+        group, state = groups.get(replica.group, (None, None))
         return {
+            # LMDeploy's:
+            "role": HYBRID,
+            "models": list(replica.models),
+            "unfinished": replica.in_flight,
+            "latency": [replica.latency_s] if replica.latency_s else [],
+            "speed": None,
+            # ours:
             "replica_id": replica.replica_id,
             "incarnation": replica.incarnation,
-            "url": replica.url,
-            "state": self._registry.state(replica, now_s=self._clock()),
+            "state": self._registry.state(replica, now_s=now_s),
             "is_backend": replica.is_backend,
-            "models": list(replica.models),
-            "in_flight": replica.in_flight,
+            "dp_rank": replica.dp_rank,
+            "group": None if group is None else {"name": replica.group, "epoch": group.epoch, "state": state},
             "load": None if replica.report is None else asdict(replica.report),
         }

@@ -5,28 +5,29 @@ odd length, a length beside a transfer coding, a folded line, a space before a c
 character are errors. A head is parsed when it is there as a whole, which makes the result independent of how its bytes
 arrived.
 
-Header lines that pass end to end are kept as the bytes they came in. What is wanted of a name is looked up by its
-spelling in a small cache, since the same few spellings come all the time.
+Header lines that pass end to end are kept as the bytes they came in. The same few lines come all the time, so what a
+first line, a line of the `_REPEATING` headers or a name's spelling was found to be is remembered, in bounded tables.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 from proxy.errors import BadRequest, GarbledAnswer
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 256
-_MAX_SPELLINGS: Final = 1024  # of header names, remembered per parser
+_MAX_REMEMBERED: Final = 1024  # entries of each table of a parser
+_MAX_LINE_BYTES: Final = 128  # of a line that is remembered
 
 # All that may not stand in a head: controls but for the tab, and CR and LF, which only end lines.
 _FORBIDDEN: Final = bytes(code for code in (*range(32), 127) if code != 9)
 _TOKEN: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _TARGET_BYTES: Final = bytes(code for code in range(0x21, 0x7F) if code != 0x23)  # no '#': that begins a fragment
 _ABSOLUTE: Final = re.compile(rb"(?i:https?)://[^/?]+(/.*|)")
-_LENGTH: Final = re.compile(rb"[0-9]{1,15}")
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: .*)?")
+_MAX_LENGTH_DIGITS: Final = 15
 
 
 # What a header is to the proxy. Plain numbers: an Enum's members cost more to look up than all else done for a line.
@@ -65,49 +66,52 @@ _ANSWER_USES: Final = {
     **_HOP_BY_HOP,
     b"content-encoding": NOTE,
     b"content-type": NOTE,
+    b"x-interrupted": TAKE,
     b"x-not-begun": TAKE,
     b"x-request-id": NOTE,
 }
+# Headers whose lines hold no secret and are the same in message after message.
+_REPEATING: Final = re.compile(
+    rb"accept(?:-encoding|-language)?|cache-control|connection|content-type|host|server|user-agent|x-accel-buffering"
+    rb"|x-stainless-[a-z-]+"
+)
+_OF_THIS_CONNECTION: Final = frozenset((b"close", b"keep-alive", b""))  # options of `Connection` that name no header
 
 
-class Fields(NamedTuple):
-    """The header lines of one message, sorted out."""
+class Head:
+    """One message up to its body."""
 
-    passing: list[bytes]  # whole lines, as they came
-    noted: dict[bytes, bytes]  # lower-case name -> value
-    content_length: int | None
-    is_chunked: bool
-    options: list[bytes]  # of `Connection`, lower case
+    __slots__ = ("content_length", "is_chunked", "is_http_1_1", "is_kept_alive", "noted", "passing")
 
-
-class RequestHead(NamedTuple):
-    """One request up to its body."""
-
-    method: bytes
-    target: bytes  # path and query, as the client wrote them
-    is_http_1_1: bool
-    fields: Fields
-
-    @property
-    def is_kept_alive(self) -> bool:
-        """Whether another request may follow on the connection."""
-        options = self.fields.options
-        return b"close" not in options if self.is_http_1_1 else b"keep-alive" in options
+    def _begin(self, is_http_1_1: bool) -> None:
+        self.is_http_1_1 = is_http_1_1
+        self.is_kept_alive = is_http_1_1  # whether another message may follow on the connection
+        self.passing: list[bytes] = []  # whole header lines, as they came
+        self.noted: dict[bytes, bytes] = {}  # lower-case name -> value
+        self.content_length: int | None = None
+        self.is_chunked = False
 
 
-class AnswerHead(NamedTuple):
-    """One answer up to its body."""
+class RequestHead(Head):
+    """A request's."""
 
-    status: int
-    line: bytes  # from the status on: b"200 OK"
-    is_http_1_1: bool
-    fields: Fields
+    __slots__ = ("method", "target")
 
-    @property
-    def is_kept_alive(self) -> bool:
-        """Whether the connection can be used again."""
-        options = self.fields.options
-        return b"close" not in options if self.is_http_1_1 else b"keep-alive" in options
+    def __init__(self, method: bytes, target: bytes, is_http_1_1: bool) -> None:
+        self._begin(is_http_1_1)
+        self.method = method
+        self.target = target  # path and query, as the client wrote them
+
+
+class AnswerHead(Head):
+    """An answer's."""
+
+    __slots__ = ("line", "status")
+
+    def __init__(self, status: int, line: bytes, is_http_1_1: bool) -> None:
+        self._begin(is_http_1_1)
+        self.status = status
+        self.line = line  # from the status on: b"200 OK"
 
 
 class HeadParser:
@@ -115,7 +119,11 @@ class HeadParser:
 
     def __init__(self, uses: dict[bytes, int]) -> None:
         self._uses = uses
-        self._spellings: dict[bytes, tuple[int, bytes]] = {}
+        # of a name -> what it is for, the name, whether its lines are remembered
+        self._spellings: dict[bytes, tuple[int, bytes, bool]] = {}
+        self._lines: dict[bytes, tuple[int, bytes, bytes]] = {}  # header line -> what it is for, its name and value
+        self._request_lines: dict[bytes, tuple[bytes, bytes, bool]] = {}
+        self._status_lines: dict[bytes, tuple[int, bytes, bool]] = {}
 
     @classmethod
     def for_requests(cls, *noted: str) -> HeadParser:
@@ -127,84 +135,112 @@ class HeadParser:
         """The parser of what replicas send."""
         return cls(_ANSWER_USES)
 
-    def request(self, head: bytes) -> RequestHead:
+    def request(self, data: bytes) -> RequestHead:
         """A request's head, without the empty line at its end. Raises BadRequest."""
-        lines = _lines(head)
-        parts = lines[0].split(b" ")
-        if len(parts) != 3:
-            raise BadRequest("the request line is malformed")
-        method, target, version = parts
-        if target.translate(None, _TARGET_BYTES) or not (method == b"POST" or _TOKEN.fullmatch(method)):
-            raise BadRequest("the request line is malformed")
-        if version not in (b"HTTP/1.1", b"HTTP/1.0"):
-            raise BadRequest("the request is not HTTP/1.1")
-        if not target.startswith(b"/") and target != b"*":
-            absolute = _ABSOLUTE.fullmatch(target)
-            if absolute is None:
-                raise BadRequest("the request's target is no path")
-            target = absolute[1] if absolute[1].startswith(b"/") else b"/" + absolute[1]
-        is_http_1_1 = version == b"HTTP/1.1"
-        fields = self._fields(lines)
-        if is_http_1_1 and b"host" not in fields.noted:
+        lines = _lines(data)
+        first = self._request_lines.get(lines[0])
+        if first is None:
+            first = _request_line(lines[0])
+            if b"?" not in lines[0]:
+                _remember(self._request_lines, lines[0], first)
+        head = RequestHead(*first)
+        self._read_fields(head, lines)
+        if head.is_http_1_1 and b"host" not in head.noted:
             raise BadRequest("the request has no Host")
-        if fields.is_chunked and not is_http_1_1:
+        if head.is_chunked and not head.is_http_1_1:
             raise BadRequest("HTTP/1.0 has no transfer codings")
-        return RequestHead(method, target, is_http_1_1, fields)
+        return head
 
-    def answer(self, head: bytes) -> AnswerHead:
+    def answer(self, data: bytes) -> AnswerHead:
         """An answer's head, without the empty line at its end. Raises GarbledAnswer."""
         try:
-            lines = _lines(head)
-            match = _STATUS_LINE.fullmatch(lines[0])
-            if match is None:
-                raise GarbledAnswer("the replica's answer has no status line")
-            return AnswerHead(int(match[2]), lines[0][9:], match[1] == b"1", self._fields(lines))
+            lines = _lines(data)
+            first = self._status_lines.get(lines[0])
+            if first is None:
+                first = _status_line(lines[0])
+                _remember(self._status_lines, lines[0], first)
+            head = AnswerHead(*first)
+            self._read_fields(head, lines)
         except BadRequest as err:
             raise GarbledAnswer(f"the replica's answer is malformed: {err}") from err
+        return head
 
-    def _fields(self, lines: list[bytes]) -> Fields:
-        passing: list[bytes] = []
-        noted: dict[bytes, bytes] = {}
-        length: int | None = None
-        is_chunked = False
-        options: list[bytes] = []
-        spellings = self._spellings
+    def _read_fields(self, head: Head, lines: list[bytes]) -> None:
+        passing, noted, remembered = head.passing, head.noted, self._lines
+        options: list[bytes] | None = None
         for line in lines[1:]:
-            spelling, colon, value = line.partition(b":")
-            known = spellings.get(spelling)
-            use, name = known if known is not None and colon else self._learn(spelling, colon)
+            use, name, value = remembered.get(line) or self._read_line(line)
             if use == PASS:
                 passing.append(line)
             elif use == LENGTH:
-                if length is not None:
+                if head.content_length is not None:
                     raise BadRequest("Content-Length is there twice")
-                length = _length(value)
+                head.content_length = _length(value)
             elif use <= TAKE:
                 if name in noted:
                     raise BadRequest(f"the header {name.decode()} is there twice")
-                noted[name] = value.strip(b" \t")
+                noted[name] = value
                 if use == NOTE:
                     passing.append(line)
             elif use == CODING:
-                if is_chunked or value.strip(b" \t").lower() != b"chunked":
+                if head.is_chunked or value.lower() != b"chunked":
                     raise BadRequest("Transfer-Encoding must be 'chunked', once")
-                is_chunked = True
+                head.is_chunked = True
             elif use == CONNECTION:
-                options += [option.strip(b" \t").lower() for option in value.split(b",")]
-        if is_chunked and length is not None:
+                options = (options or []) + [option.strip(b" \t").lower() for option in value.split(b",")]
+        if head.is_chunked and head.content_length is not None:
             raise BadRequest("Content-Length and Transfer-Encoding exclude each other")
         if options:
-            passing = _without(passing, options)
-        return Fields(passing, noted, length, is_chunked, options)
+            head.is_kept_alive = b"close" not in options if head.is_http_1_1 else b"keep-alive" in options
+            if not _OF_THIS_CONNECTION.issuperset(options):
+                head.passing = _without(passing, options)
 
-    def _learn(self, spelling: bytes, colon: bytes) -> tuple[int, bytes]:
-        if not colon or not _TOKEN.fullmatch(spelling):
-            raise BadRequest("a header line is malformed")
-        name = spelling.lower()
-        found = (self._uses.get(name, PASS), name)
-        if len(self._spellings) < _MAX_SPELLINGS:
-            self._spellings[spelling] = found
-        return found
+    def _read_line(self, line: bytes) -> tuple[int, bytes, bytes]:
+        """What a header line is for, its name in lower case, and its value."""
+        spelling, colon, value = line.partition(b":")
+        known = self._spellings.get(spelling) if colon else None
+        if known is None:
+            if not colon or not _TOKEN.fullmatch(spelling):
+                raise BadRequest("a header line is malformed")
+            name = spelling.lower()
+            known = (self._uses.get(name, PASS), name, _REPEATING.fullmatch(name) is not None)
+            _remember(self._spellings, spelling, known)
+        use, name, is_repeating = known
+        read = (use, name, value.strip(b" \t"))
+        if is_repeating:
+            _remember(self._lines, line, read)
+        return read
+
+
+def _remember(table: dict[bytes, Any], line: bytes, read: Any) -> None:
+    if len(table) < _MAX_REMEMBERED and len(line) <= _MAX_LINE_BYTES:
+        table[line] = read
+
+
+def _request_line(line: bytes) -> tuple[bytes, bytes, bool]:
+    """Method, target, and whether it is HTTP/1.1 rather than 1.0. Raises BadRequest."""
+    parts = line.split(b" ")
+    if len(parts) != 3:
+        raise BadRequest("the request line is malformed")
+    method, target, version = parts
+    if target.translate(None, _TARGET_BYTES) or not _TOKEN.fullmatch(method):
+        raise BadRequest("the request line is malformed")
+    if version not in (b"HTTP/1.1", b"HTTP/1.0"):
+        raise BadRequest("the request is not HTTP/1.1")
+    if not target.startswith(b"/") and target != b"*":
+        absolute = _ABSOLUTE.fullmatch(target)
+        if absolute is None:
+            raise BadRequest("the request's target is no path")
+        target = absolute[1] if absolute[1].startswith(b"/") else b"/" + absolute[1]
+    return method, target, version == b"HTTP/1.1"
+
+
+def _status_line(line: bytes) -> tuple[int, bytes, bool]:
+    """Status, all from it on, and whether it is HTTP/1.1 rather than 1.0. Raises BadRequest."""
+    match = _STATUS_LINE.fullmatch(line)
+    if match is None:
+        raise BadRequest("it has no status line")
+    return int(match[2]), line[9:], match[1] == b"1"
 
 
 def _lines(head: bytes) -> list[bytes]:
@@ -218,8 +254,7 @@ def _lines(head: bytes) -> list[bytes]:
 
 
 def _length(value: bytes) -> int:
-    value = value.strip(b" \t")
-    if not _LENGTH.fullmatch(value):
+    if not value.isdigit() or len(value) > _MAX_LENGTH_DIGITS:
         raise BadRequest("Content-Length is no number of bytes")
     return int(value)
 

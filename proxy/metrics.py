@@ -19,7 +19,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from proxy.admission import Admission
-from proxy.registry import Registry, ReplicaState
+from proxy.groups import GroupState
+from proxy.outcomes import Attempt
+from proxy.registry import Registry
+from proxy.replicas import ReplicaState
 
 # A short answer takes milliseconds, a long generation minutes.
 DURATION_BUCKETS_S: Final = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -52,7 +55,7 @@ class Metrics:
 
     def __init__(self, registry: Registry, admission: Admission, clock: Callable[[], float]) -> None:
         self.requests: Tally[tuple[str, int]] = Tally()  # (route, status) -> requests that ended
-        self.replica_requests: Tally[tuple[str, str]] = Tally()  # (replica id, outcome) -> attempts that ended
+        self.attempts: defaultdict[str, Tally[Attempt]] = defaultdict(Tally)  # replica id -> how they ended
         self.duration_s: defaultdict[str, Histogram] = defaultdict(Histogram)  # route ->
         self.first_byte_s: defaultdict[str, Histogram] = defaultdict(Histogram)  # replica id ->
         self.own_s = Histogram(OWN_BUCKETS_S)
@@ -79,10 +82,15 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._prometheus)
 
+    def request_ended(self, route: str, status: int, duration_s: float) -> None:
+        """A request ended."""
+        self.requests[route, status] += 1
+        self.duration_s[route].observe(duration_s)
+
     def forget_replicas(self, known: set[str]) -> None:
         """Drops the series of replicas that are gone, so that their number stays bounded."""
-        for key in [key for key in self.replica_requests if key[0] not in known]:
-            del self.replica_requests[key]
+        for replica_id in self.attempts.keys() - known:
+            del self.attempts[replica_id]
         for replica_id in self.first_byte_s.keys() - known:
             del self.first_byte_s[replica_id]
 
@@ -107,8 +115,9 @@ class _RequestCollector(Collector):
             "Requests that a replica was sent and that ended, by how they did.",
             labels=["replica", "outcome"],
         )
-        for (replica_id, outcome), count in self._metrics.replica_requests.items():
-            attempts.add_metric([replica_id, outcome], count)
+        for replica_id, tally in self._metrics.attempts.items():
+            for attempt, count in tally.items():
+                attempts.add_metric([replica_id, attempt], count)
         yield from (requests, attempts)
         yield from self._times()
         for name, value, text in (
@@ -152,8 +161,9 @@ class _ReplicaCollector(Collector):
         self._clock = clock
 
     def collect(self) -> Iterator[Metric]:
+        now_s = self._clock()
         known = self._registry.known()
-        states = Tally(self._registry.state(replica, now_s=self._clock()) for replica in known)
+        states = Tally(self._registry.state(replica, now_s=now_s) for replica in known)
         by_state = GaugeMetricFamily("lockstep_proxy_replicas", "Replicas and backends by state.", labels=["state"])
         for state in ReplicaState:
             by_state.add_metric([state], states[state])
@@ -174,3 +184,17 @@ class _ReplicaCollector(Collector):
                 running.add_metric([replica.replica_id], replica.report.running)
                 waiting.add_metric([replica.replica_id], replica.report.waiting)
         yield from (in_flight, running, waiting)
+        yield from self._groups(now_s)
+
+    def _groups(self, now_s: float) -> Iterator[Metric]:
+        groups = self._registry.groups(now_s=now_s)
+        by_state = GaugeMetricFamily("lockstep_proxy_groups", "Groups of replicas by state.", labels=["state"])
+        states = Tally(state for _, state in groups.values())
+        for state in GroupState:
+            by_state.add_metric([state], states[state])
+        epochs = GaugeMetricFamily(
+            "lockstep_proxy_group_epoch", "The newest epoch that a group's members report.", labels=["group"]
+        )
+        for name, (group, _) in groups.items():
+            epochs.add_metric([name], group.epoch)
+        yield from (by_state, epochs)

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from aiohttp import web
@@ -42,7 +42,8 @@ async def shape_errors(request: web.Request, handler: Handler) -> web.StreamResp
     except web.HTTPException as err:  # of aiohttp's router: no such path, or no such method on it
         message = f"{request.method} {request.path} is not served here: {err.reason}"
         allowed = {"Allow": err.headers["Allow"]} if "Allow" in err.headers else {}
-        return _json(error_body(message, kind="invalid_request_error", code=None), err.status, allowed)
+        code = "method_not_supported" if err.status == 405 else None
+        return _json(error_body(message, kind="invalid_request_error", code=code), err.status, allowed)
     except Exception:
         if request.writer.output_size > 0:
             raise  # the answer has begun: aiohttp logs this and closes the connection
@@ -55,19 +56,6 @@ async def close_connection(request: web.Request, answer: web.StreamResponse) -> 
     if not isinstance(answer, web.WebSocketResponse):
         answer.force_close()
         answer.headers["Connection"] = "close"
-
-
-def allow_origins(origins: Collection[str]) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """For `app.on_response_prepare`: lets pages of these origins read the answers."""
-
-    async def allow(request: web.Request, answer: web.StreamResponse) -> None:
-        origin = request.headers.get("Origin")
-        if origin is not None and ("*" in origins or origin in origins):
-            answer.headers["Access-Control-Allow-Origin"] = "*" if "*" in origins else origin
-            answer.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
-            answer.headers["Vary"] = "Origin"
-
-    return allow
 
 
 def _json(body: dict[str, Any], status: int, headers: Mapping[str, str]) -> web.Response:

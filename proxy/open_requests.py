@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-
-class Stoppable(Protocol):
-    """A request that can be ended."""
-
-    def stop(self) -> None:
-        """Ends it, as if its client had left."""
+if TYPE_CHECKING:
+    from proxy.exchange import Exchange
 
 
 class OpenRequests:
@@ -18,20 +15,24 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self.is_draining = False  # an answer that begins from now on closes its client's connection
-        self._open: set[Stoppable] = set()
+        self._open: set[Exchange] = set()
         self._none_open = asyncio.Event()
         self._none_open.set()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, request: Stoppable) -> None:
+    def __iter__(self) -> Iterator[Exchange]:
+        """Those that are open now, whatever becomes of them meanwhile."""
+        return iter(list(self._open))
+
+    def add(self, request: Exchange) -> None:
         """A request began."""
         self._open.add(request)
         if len(self._open) == 1:
             self._none_open.clear()
 
-    def discard(self, request: Stoppable) -> None:
+    def discard(self, request: Exchange) -> None:
         """It ended."""
         self._open.discard(request)
         if not self._open:
@@ -44,5 +45,5 @@ class OpenRequests:
 
     def stop_all(self) -> None:
         """Ends what is open."""
-        for request in list(self._open):
+        for request in self:
             request.stop()

@@ -16,7 +16,7 @@ answer is 401. Frames are binary.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -26,6 +26,7 @@ MAX_FRAME_BYTES: Final = 64 * 1024
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 VALID_REQUEST_ID: Final = r"[\x21-\x7e]{1,128}"  # a pattern, for text or bytes; an id that is none is replaced
 NOT_BEGUN_HEADER: Final = "X-Not-Begun"  # on a 503: nothing of the request was done, so another replica may have it
+INTERRUPTED_HEADER: Final = "X-Interrupted"  # on a 503: it had begun, is lost here, and will not be gone on with
 
 
 class ProtocolError(Exception):
@@ -80,8 +81,12 @@ class LoadReport:
     total_blocks: int
     step: int
     epoch: int
-    # Its group changes its members: no new requests for a moment. Replicas older than this field do not send it.
+    # Replicas older than these two fields do not send them.
+    # Its group changes its members: no new requests for a moment.
     is_reconfiguring: bool = field(default=False, metadata={"may_lack": True})
+    # The dp ranks of its group that live in `epoch`; empty: not told. Who is not among them was evicted for good, and
+    # what it was doing is void.
+    members: list[int] = field(default_factory=list, metadata={"may_lack": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +139,15 @@ def decode(frame: bytes) -> Message:
         value, wanted = raw[item.name], _FIELD_TYPES[cls][item.name]
         if wanted is float and type(value) is int:
             value = float(value)
-        if type(value) is not wanted:
-            raise ProtocolError(f"{kind}.{item.name} is {type(value).__name__}, not {wanted.__name__}")
+        if not _is_of(value, wanted):
+            raise ProtocolError(f"{kind}.{item.name} is {type(value).__name__}, not {item.type}")
         values[item.name] = value
     return cls(**values)
+
+
+def _is_of(value: Any, wanted: Any) -> bool:
+    """Whether the value is exactly of a field's type."""
+    if get_origin(wanted) is list:
+        (element,) = get_args(wanted)
+        return type(value) is list and all(type(each) is element for each in value)
+    return type(value) is wanted

@@ -1,104 +1,37 @@
 """Which servers can take requests now, and how many each of them has in flight.
 
 Pure state: the time is passed in, nothing here waits or sends. A replica that joined is judged by its control
-connection, a `--backend` by probes. Every life of a server is one `Replica` object, so a request that ends after its
-replica left gives its place back to the object it was taken from, and no count can drift. A life whose control
-connection broke and came back is the same object again, with what it still has in flight.
+connection and by what its group says (groups.py), a `--backend` by probes. Every life of a server is one `Replica`
+object, so a request that ends after its replica left gives its place back to the object it was taken from, and no count
+can drift. A life whose control connection broke and came back is the same object again, with what it still has in
+flight.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from types import TracebackType
-from typing import Any, Final
+from typing import Final
 from weakref import WeakValueDictionary
 
-from proxy.breaker import Breaker
 from proxy.errors import JoinRefused
+from proxy.groups import Group, GroupState, taken_together
+from proxy.outcomes import AGAINST_THE_REPLICA, Attempt
 from proxy.protocol import Hello, LoadReport
+from proxy.replicas import ModelObjects, Replica, ReplicaState
+
+logger = logging.getLogger(__name__)
 
 PROBE_FAILURES_OUT: Final = 3  # so many in a row put a backend out
 PROBE_SUCCESSES_IN: Final = 2  # so many in a row bring it back
 
 LIVE_FOR_S: Final = 0.02  # how long the list of live replicas stands while no event changes it; silence is no event
-REQUEST_TOKENS: Final = 64  # what a request weighs beside its prompt: it will generate, nobody knows how much
-LATENCY_WEIGHT: Final = 0.2  # of the newest answer in a replica's mean latency
-
-ModelObjects = Mapping[str, Mapping[str, Any]]  # model id -> OpenAI's model object
+_WHOLE: Final = Attempt.WHOLE
 
 
-class ReplicaState(StrEnum):
-    """Whether a replica gets new requests; only LIVE ones do."""
-
-    LIVE = "live"
-    SUSPECT = "suspect"  # silent for longer than the heartbeat timeout
-    LEAVING = "leaving"  # said so; what runs on it goes on
-    UNREACHABLE = "unreachable"  # refused a connection, or its probes fail
-    RECONFIGURING = "reconfiguring"  # its group is changing its members; requests wait for the moment this takes
-    BROKEN = "broken"  # most of its answers failed; a single request will try it again
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
-class Replica:
-    """One life of one server. Only `Registry` and the requests' `InFlight` write to it."""
-
-    replica_id: str
-    incarnation: str
-    url: str  # no slash at the end
-    models: ModelObjects
-    is_backend: bool
-    last_seen_s: float
-    group: str = ""  # replicas of a group step together; "" is a group of its own
-    dp_rank: int | None = None
-    model_hash: str = ""
-    report: LoadReport | None = None  # its newest
-    is_leaving: bool = False
-    is_reachable: bool = True
-    is_gone: bool = False  # its control connection ended: this life is over, unless it comes back
-    in_flight: int = 0  # requests that this proxy has sent and not yet seen end
-    in_flight_tokens: int = 0  # of their prompts, by their length
-    foreign_requests: int = 0  # that others have sent: what its newest report says beyond our own
-    latency_s: float = 0.0  # mean of its answers, the newest weighing most
-    breaker: Breaker = field(default_factory=Breaker)
-    probe_failures: int = 0  # in a row
-    probe_successes: int = 0  # in a row
-
-    @property
-    def load(self) -> int:
-        """Tokens that it has to do, as far as this proxy knows."""
-        return self.in_flight_tokens + REQUEST_TOKENS * (self.in_flight + self.foreign_requests)
-
-    def answered(self, took_s: float) -> None:
-        """An answer of it ended after so long."""
-        self.latency_s += (took_s - self.latency_s) * (LATENCY_WEIGHT if self.latency_s else 1.0)
-
-
-class InFlight:
-    """A request's place in a replica's count: taken before anything is sent, given back exactly once."""
-
-    __slots__ = ("_replica", "_tokens")
-
-    def __init__(self, replica: Replica, tokens: int = 0) -> None:
-        self._replica: Replica | None = replica
-        self._tokens = tokens
-        replica.in_flight += 1
-        replica.in_flight_tokens += tokens
-
-    def release(self) -> None:
-        """Gives the place back; a second call does nothing."""
-        replica = self._replica
-        if replica is not None:
-            replica.in_flight -= 1
-            replica.in_flight_tokens -= self._tokens
-            self._replica = None
-
-    def __enter__(self) -> InFlight:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
+Groups = Mapping[str, tuple[Group, GroupState]]  # by name
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,14 +40,17 @@ class Registry:
 
     heartbeat_timeout_s: float
     on_change: Callable[[], None] = lambda: None  # called when some replica's state may have changed
+    on_eviction: Callable[[Replica], None] = lambda replica: None
     _joined: dict[int, Replica] = field(default_factory=dict)  # connection id -> replica
     _backends: dict[str, Replica] = field(default_factory=dict)  # url -> backend
     # (replica id, incarnation) -> replica, as long as it is joined or a request is in flight on it
     _lives: WeakValueDictionary[tuple[str, str], Replica] = field(default_factory=WeakValueDictionary)
-    _reconfiguring: set[str] = field(default_factory=set)  # groups of which a member says so
-    _live: list[Replica] = field(default_factory=list)
     _awake_until_s: float = float("inf")  # when the next tick is due; what comes later may only lie unread
-    _live_until_s: float = float("-inf")  # when `_live` must be made anew, if nothing changes before
+    # Made anew by _look, if something changed or from `_seen_until_s` on:
+    _groups: dict[str, Group] = field(default_factory=dict)
+    _live: list[Replica] = field(default_factory=list)
+    _serving: dict[str, list[Replica]] = field(default_factory=dict)  # model id -> those of `_live` that serve it
+    _seen_until_s: float = float("-inf")
 
     def join(self, hello: Hello, models: ModelObjects, *, connection_id: int, now_s: float) -> int | None:
         """Makes a replica routable; returns the connection that this Hello puts out of use, if any.
@@ -129,20 +65,22 @@ class Registry:
             namesake = self._joined[former_id]
             if namesake.url != url and not self._is_silent(namesake, now_s):
                 raise JoinRefused(f"replica_id {hello.replica_id!r} is in use by the live replica at {namesake.url}")
-        replica = Replica(
-            replica_id=hello.replica_id,
-            incarnation=hello.incarnation,
-            url=url,
-            models=models,
-            is_backend=False,
-            last_seen_s=now_s,
-            group=hello.group,
-            dp_rank=hello.dp_rank,
-            model_hash=hello.model_hash,
-        )
-        replica = self._lives.setdefault((hello.replica_id, hello.incarnation), replica)
-        replica.url, replica.models, replica.last_seen_s = url, models, now_s
-        replica.report, replica.is_leaving, replica.is_reachable, replica.is_gone = None, False, True, False
+        replica = self._lives.get((hello.replica_id, hello.incarnation))
+        if replica is None:
+            replica = Replica(
+                replica_id=hello.replica_id,
+                incarnation=hello.incarnation,
+                url=url,
+                models=models,
+                is_backend=False,
+                last_seen_s=now_s,
+                group=hello.group or hello.replica_id,
+                dp_rank=hello.dp_rank,
+                model_hash=hello.model_hash,
+            )
+            self._lives[hello.replica_id, hello.incarnation] = replica
+        else:
+            replica.came_back(url, models, now_s)
         if former_id is not None:
             former = self._joined.pop(former_id)
             former.is_gone = former is not replica
@@ -163,14 +101,17 @@ class Registry:
         replica = self._joined.get(connection_id)
         if replica is None:
             return
-        was_reconfiguring = replica.report is not None and replica.report.is_reconfiguring
+        before = replica.report
         has_changed = not replica.is_reachable or self._is_silent(replica, now_s)
         replica.last_seen_s = now_s
         replica.is_reachable = True  # it is alive, so the next request may try it again
-        if replica.report is None or report.sequence > replica.report.sequence:
+        if before is None or report.sequence > before.sequence:
             replica.report = report
-            replica.foreign_requests = max(0, report.running + report.waiting - replica.in_flight)
-        if has_changed or replica.report.is_reconfiguring != was_reconfiguring:
+            replica.has_foreign(max(0, report.running + report.waiting - replica.in_flight))
+            has_changed = has_changed or before is None or _of_group(before) != _of_group(report)
+        if has_changed:
+            self._seen_until_s = float("-inf")
+            self._evict(replica.group, now_s)
             self._changed()
 
     def leaving(self, connection_id: int) -> None:
@@ -236,19 +177,42 @@ class Registry:
         replica.probe_successes = 0
         self._changed()
 
-    def broke(self) -> None:
-        """Some replica's breaker opened or closed."""
+    def attempt_ended(self, replica: Replica, attempt: Attempt, *, took_s: float, now_s: float) -> None:
+        """A request's time on a replica is over."""
+        breaker = replica.breaker
+        if attempt is _WHOLE:
+            replica.answered(took_s)
+            has_turned = breaker.ended(True, now_s)
+        elif attempt in AGAINST_THE_REPLICA:
+            has_turned = breaker.ended(False, now_s)
+        else:
+            has_turned = breaker.abandoned()
+        if has_turned:
+            level = logging.INFO if breaker.is_shut else logging.WARNING
+            logger.log(level, "breaker turned replica_id=%r is_shut=%s", replica.replica_id, breaker.is_shut)
+            self._changed()
+
+    def trial_sent(self, replica: Replica, *, now_s: float) -> None:
+        """A request goes to a replica whose breaker is open, to find out."""
+        replica.breaker.sent(now_s)
         self._changed()
 
     def state(self, replica: Replica, *, now_s: float) -> ReplicaState:
         """Whether the replica gets new requests, and if not, why."""
+        self._look(now_s)
+        return self._state(replica, now_s)
+
+    def _state(self, replica: Replica, now_s: float) -> ReplicaState:
+        if replica.is_evicted:
+            return ReplicaState.EVICTED
         if replica.is_leaving:
             return ReplicaState.LEAVING
         if self._is_silent(replica, now_s):
             return ReplicaState.SUSPECT
         if not replica.is_reachable:
             return ReplicaState.UNREACHABLE
-        if _group(replica) in self._reconfiguring:  # the unit is the group: none of its members steps meanwhile
+        group = self._groups.get(replica.group)
+        if group is not None and group.holds_up(replica.report):
             return ReplicaState.RECONFIGURING
         return ReplicaState.LIVE if replica.breaker.allows(now_s) else ReplicaState.BROKEN
 
@@ -258,30 +222,75 @@ class Registry:
 
     def live(self, *, now_s: float) -> list[Replica]:
         """Those that new requests may go to. The same list until something changes; not to be written to."""
-        if now_s >= self._live_until_s:
-            known = self.known()
-            self._live = [replica for replica in known if self.state(replica, now_s=now_s) is ReplicaState.LIVE]
-            self._live_until_s = now_s + LIVE_FOR_S
+        self._look(now_s)
         return self._live
 
-    def may_be_live_soon(self, *, now_s: float) -> bool:
-        """Whether some replica only waits for its group to have reconfigured."""
-        return any(self.state(replica, now_s=now_s) is ReplicaState.RECONFIGURING for replica in self.known())
+    def serving(self, model: str | None, *, now_s: float) -> list[Replica]:
+        """Those of them that serve the model; without one, all."""
+        if now_s >= self._seen_until_s:
+            self._look(now_s)
+        return self._live if model is None else self._serving.get(model, [])
+
+    def groups(self, *, now_s: float) -> Groups:
+        """Every group that has a member here, by its name."""
+        self._look(now_s)
+        states: defaultdict[str, set[ReplicaState]] = defaultdict(set)
+        for replica in self._joined.values():
+            states[replica.group].add(self._state(replica, now_s))
+        return {name: (self._groups[name], _group_state(found)) for name, found in states.items()}
+
+    def may_be_live_soon(self, model: str | None, *, now_s: float) -> bool:
+        """Whether some replica that serves the model only waits for its group to have reconfigured."""
+        return any(
+            self.state(replica, now_s=now_s) is ReplicaState.RECONFIGURING
+            for replica in self._joined.values()
+            if model is None or model in replica.models
+        )
 
     def _is_silent(self, replica: Replica, now_s: float) -> bool:
         heard_until_s = min(now_s, self._awake_until_s)
         return not replica.is_backend and heard_until_s - replica.last_seen_s > self.heartbeat_timeout_s
 
+    def _evict(self, group_name: str, now_s: float) -> None:
+        """Finds out whether a group has gone on without some of its members."""
+        group = self._taken_together(group_name, now_s)
+        for replica in self._members(group_name):
+            if not replica.is_evicted and group.has_evicted(replica.dp_rank, replica.report):
+                replica.is_evicted = True
+                logger.warning("replica evicted by its group replica_id=%r epoch=%d", replica.replica_id, group.epoch)
+                self.on_eviction(replica)
+
+    def _members(self, group_name: str) -> list[Replica]:
+        return [replica for replica in self._joined.values() if replica.group == group_name]
+
+    def _taken_together(self, group_name: str, now_s: float) -> Group:
+        return taken_together(
+            replica.report
+            for replica in self._members(group_name)
+            if replica.report is not None and not self._is_silent(replica, now_s)
+        )
+
+    def _look(self, now_s: float) -> None:
+        """Finds out who is live, unless it is known well enough."""
+        if now_s >= self._seen_until_s:
+            names = {replica.group for replica in self._joined.values()}
+            self._groups = {name: self._taken_together(name, now_s) for name in names}
+            self._live = [each for each in self.known() if self._state(each, now_s) is ReplicaState.LIVE]
+            models = {model for replica in self._live for model in replica.models}
+            self._serving = {model: [each for each in self._live if model in each.models] for model in models}
+            self._seen_until_s = now_s + LIVE_FOR_S
+
     def _changed(self) -> None:
-        self._reconfiguring = {
-            _group(replica)
-            for replica in self._joined.values()
-            if replica.report is not None and replica.report.is_reconfiguring
-        }
-        self._live_until_s = float("-inf")
+        self._seen_until_s = float("-inf")
         self.on_change()
 
 
-def _group(replica: Replica) -> str:
-    """The group's name; a replica without one is a group of its own."""
-    return replica.group or replica.replica_id
+def _group_state(members: set[ReplicaState]) -> GroupState:
+    if ReplicaState.LIVE in members:
+        return GroupState.LIVE
+    return GroupState.RECONFIGURING if ReplicaState.RECONFIGURING in members else GroupState.DEAD
+
+
+def _of_group(report: LoadReport) -> tuple[int, bool, list[int]]:
+    """What a report says of the replica's group."""
+    return report.epoch, report.is_reconfiguring, report.members

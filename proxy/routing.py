@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Final
 
 from proxy.errors import BadRequest, NoReplicaAvailable, UnknownModel
-from proxy.registry import REQUEST_TOKENS, Replica
+from proxy.replicas import REQUEST_TOKENS, Replica
 
 SPILL_TOKENS: Final = 4096  # a replica may have so much more to do than the idlest before a shared prefix is left alone
 SPILL_RATIO: Final = 1.5

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from proxy.framing import Bytes
+
 END_BYTES: Final = 4096  # of a body that are searched first
 _FIRST: Final = re.compile(rb'\s*{\s*"model"\s*:\s*"([^"\\]*)"')
 _KEY: Final = b'"model"'
@@ -34,10 +36,10 @@ def requested_model(body: bytes) -> str | None:
     return _decode(_in_head(body) or _in_tail(body) or _in_the_middle(body))
 
 
-def model_in_beginning(part: bytes) -> str | None:
-    """The `model`, if it is in the first bytes of a body."""
+def model_in_beginning(part: Bytes) -> str | None:
+    """The `model`, if it is in the first bytes of a body, of which this is the beginning."""
     first = _FIRST.match(part)
-    return _text(first[1]) if first is not None else _decode(_in_head(part))
+    return _text(first[1]) if first is not None else _decode(_in_head(bytes(part[:END_BYTES])))
 
 
 def model_in_part(part: bytes) -> str | None:

@@ -98,7 +98,7 @@ async def serve(config: ProxyConfig, listener: socket.socket, stop: Stop, resour
         server = runner.server
         assert server is not None, "the runner is set up"
         door = FrontDoor(
-            relay=proxy.relay,
+            dispatcher=proxy.dispatcher,
             control_plane=server,
             strangers=proxy.strangers,
             session_header=config.session_header,
@@ -106,7 +106,7 @@ async def serve(config: ProxyConfig, listener: socket.socket, stop: Stop, resour
         )
         background = [
             tasks.create_task(proxy.backends.run()),
-            tasks.create_task(proxy.relay.run()),
+            tasks.create_task(proxy.dispatcher.run()),
             tasks.create_task(_tick(config, proxy, door)),
         ]
         try:
@@ -119,7 +119,7 @@ async def serve(config: ProxyConfig, listener: socket.socket, stop: Stop, resour
         finally:
             door.close_all()
             await runner.cleanup()
-            proxy.relay.pool.close_idle(at_all=True)
+            proxy.dispatcher.pool.close_idle(at_all=True)
             for task in background:
                 task.cancel()
             resources.access_log.close()
@@ -148,14 +148,14 @@ async def _tick(config: ProxyConfig, proxy: Proxy, door: FrontDoor) -> None:
     while True:
         now_s = time.monotonic()
         proxy.registry.tick(now_s=now_s, every_s=tick_s)
-        proxy.relay.tick(now_s)
+        proxy.dispatcher.tick(now_s)
         door.tick(now_s)
         await asyncio.sleep(tick_s)
 
 
 async def _drain(proxy: Proxy, config: ProxyConfig, stop: Stop) -> None:
     """Lets open requests end, for as long as the config and the operator allow, then stops the rest."""
-    open_requests = proxy.relay.open_requests
+    open_requests = proxy.dispatcher.open_requests
     logger.info("proxy draining requests=%d timeout_s=%g", len(open_requests), config.drain_timeout_s)
     async with asyncio.TaskGroup() as tasks:
         ends = [tasks.create_task(open_requests.drained()), tasks.create_task(stop.now.wait())]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
@@ -30,7 +31,7 @@ class Answered(Protocol):
 
     wants_payload: bool  # the answer's body is wanted without its framing
 
-    def answer_began(self, head: AnswerHead, body: Body) -> None:
+    def answer_began(self, head: AnswerHead, *, is_chunked: bool) -> None:
         """The head is here."""
 
     def answer_part(self, data: bytes, boundary: int) -> None:
@@ -60,6 +61,9 @@ class Upstream(asyncio.Protocol):
 
     def __init__(self, pool: Pool, url: str) -> None:
         self.url = url  # the replica's
+        parts = urlsplit(url)
+        self._base = b" " + parts.path.encode()
+        self._after_target = b" HTTP/1.1\r\nHost: " + parts.netloc.encode()
         self.idle_since_s = 0.0
         self._pool = pool
         self._exchange: Answered | None = None
@@ -67,6 +71,7 @@ class Upstream(asyncio.Protocol):
         self._head = b""  # the start of a head that is not whole
         self._body: Body | None = None
         self._is_kept_alive = False
+        self._is_paused = False
 
     @property
     def is_usable(self) -> bool:
@@ -80,6 +85,10 @@ class Upstream(asyncio.Protocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+
+    def first_lines(self, method: bytes, target: bytes) -> bytes:
+        """The request line of a request, and its Host."""
+        return method + self._base + target + self._after_target
 
     def send(self, exchange: Answered, parts: Sequence[Bytes]) -> None:
         """The first bytes of a request, head included, whose answer goes to the exchange."""
@@ -96,20 +105,14 @@ class Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """From asyncio."""
-        exchange = self._exchange
+        exchange, body = self._exchange, self._body
         if exchange is None:
             self.abort()  # nobody asked for these bytes
             return
-        body = self._body
-        is_first = body is None
         try:
             if body is None:
-                data = self._read_head(data)
-                body = self._body
-                if body is None:
-                    return
-                if self._exchange is not exchange:  # it gave the answer up when it saw the head
-                    return
+                self._begin(exchange, self._head + data if self._head else data)
+                return
             if exchange.wants_payload:
                 parts: list[Bytes] = []
                 used = body.feed(data, parts)
@@ -123,14 +126,32 @@ class Upstream(asyncio.Protocol):
             self.give_up()
             exchange.upstream_lost(GarbledAnswer(f"the replica's answer is malformed: {err}"))
             return
-        if is_first:
-            exchange.answer_read()
         if body.is_done and self._exchange is exchange:
             self._end(exchange, has_more=used < len(data))
 
-    def _read_head(self, data: bytes) -> bytes:
-        """Takes the head off the bytes that came; `_body` is None as long as it is not whole."""
-        data = self._head + data if self._head else data
+    def _begin(self, exchange: Answered, data: bytes) -> None:
+        """Takes the head off the first bytes of an answer, once it is whole, and passes on what follows it.
+
+        Raises GarbledAnswer and Malformed.
+        """
+        found = self._read_head(data)
+        if found is None:
+            return
+        head, data = found
+        length = 0 if head.status in NO_BODY else head.content_length
+        self._is_kept_alive = head.is_kept_alive and (length is not None or head.is_chunked)
+        if length is not None:
+            self._body = SizedBody(length)
+        else:
+            self._body = ChunkedBody() if head.is_chunked else EndlessBody()
+        exchange.answer_began(head, is_chunked=length is None and head.is_chunked)
+        if self._exchange is exchange and (data or length == 0):  # it may have given the answer up when it saw the head
+            self.data_received(data)
+        if self._exchange is exchange:
+            exchange.answer_read()
+
+    def _read_head(self, data: bytes) -> tuple[AnswerHead, bytes] | None:
+        """The final head at the beginning of the bytes, and what follows it; None as long as it is not whole."""
         while True:
             end = data.find(b"\r\n\r\n")
             if end < 0:
@@ -139,28 +160,21 @@ class Upstream(asyncio.Protocol):
                 if not data.startswith(b"HTTP/1."[: len(data)]):
                     raise GarbledAnswer("it is no HTTP/1.1")
                 self._head = data
-                return b""
+                return None
             head = self._pool.parser.answer(data[:end])
             data = data[end + 4 :]
             if head.status >= 200:
-                break
+                self._head = b""
+                return head, data
             if head.status == 101:
                 raise GarbledAnswer("it switches protocols")
-        self._head = b""
-        fields = head.fields
-        if head.status in NO_BODY or fields.content_length is not None:
-            self._body = SizedBody(0 if head.status in NO_BODY else fields.content_length or 0)
-        else:
-            self._body = ChunkedBody() if fields.is_chunked else EndlessBody()
-        self._is_kept_alive = head.is_kept_alive and not isinstance(self._body, EndlessBody)
-        assert self._exchange is not None
-        self._exchange.answer_began(head, self._body)
-        return data
 
     def _end(self, exchange: Answered, has_more: bool) -> None:
         """The answer is whole."""
         self._exchange, self._body = None, None
         if self._is_kept_alive and not has_more:
+            if self._is_paused:  # by its last part, for a client that does not read as fast
+                self.resume()
             self._pool.put_back(self)
         else:
             self.abort()
@@ -193,11 +207,13 @@ class Upstream(asyncio.Protocol):
     def pause(self) -> None:
         """Reads no more until `resume`: the client does not read as fast."""
         if self._transport is not None and not self._transport.is_closing():
+            self._is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Reads again."""
         if self._transport is not None and not self._transport.is_closing():
+            self._is_paused = False
             self._transport.resume_reading()
 
     def pause_writing(self) -> None:
@@ -218,7 +234,8 @@ class Pool:
         self.parser = HeadParser.for_answers()
         self._connect_timeout_s = connect_timeout_s
         self._clock = clock
-        self._idle: dict[str, list[Upstream]] = {}  # replica's URL -> its idle connections, the newest last
+        # replica's URL -> its idle connections, the newest last
+        self._idle: defaultdict[str, list[Upstream]] = defaultdict(list)
         self._tls: ssl.SSLContext | None = None
 
     def take(self, url: str) -> Upstream | None:
@@ -237,7 +254,7 @@ class Pool:
     def put_back(self, upstream: Upstream) -> None:
         """The connection is idle from now on."""
         upstream.idle_since_s = self._clock()
-        self._idle.setdefault(upstream.url, []).append(upstream)
+        self._idle[upstream.url].append(upstream)
 
     def close_idle(self, *, at_all: bool = False) -> None:
         """Closes those that were idle for too long, or all that are idle."""
@@ -253,8 +270,8 @@ class Pool:
 
     async def dial(self, url: str) -> Upstream:
         """A new connection. Raises ConnectFailed: the replica has not seen the request."""
-        upstream = Upstream(self, url)
         try:
+            upstream = Upstream(self, url)
             parts = urlsplit(url)
             is_tls = parts.scheme == "https"
             if is_tls and self._tls is None:

@@ -6,11 +6,10 @@ import socket
 from typing import Final
 from urllib.parse import urlsplit
 
-from replica.config import ReplicaConfig
+from replica.config import WILDCARDS, ReplicaConfig
 from replica.errors import ConfigError
 
 BACKLOG: Final = 1024  # connections that the kernel accepts before the server does
-_WILDCARDS: Final = ("", "0.0.0.0", "::")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -43,10 +42,13 @@ def advertised_url(config: ReplicaConfig, port: int) -> str:
     """
     if config.advertise_url:
         return config.advertise_url.rstrip("/")
-    if config.host not in _WILDCARDS:
+    if config.host not in WILDCARDS:
         return http_url(config.host, port)
     proxy = urlsplit(config.proxy_urls[0]).hostname if config.proxy_urls else None
-    return http_url(_own_address(proxy or "localhost"), port)
+    try:
+        return http_url(own_address(proxy or "localhost"), port)
+    except ConfigError as err:
+        raise ConfigError(f"{err}: give this replica's URL with --advertise-url") from err
 
 
 def host_and_port(url: str) -> str:
@@ -56,12 +58,15 @@ def host_and_port(url: str) -> str:
     return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
 
 
-def _own_address(peer: str) -> str:
-    """This machine's address on the route to `peer`. Connecting a datagram socket only asks the routing table."""
+def own_address(peer: str) -> str:
+    """This machine's address on the route to `peer`. Connecting a datagram socket only asks the routing table.
+
+    Raises ConfigError where there is none.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as err:
-        raise ConfigError(f"no route to {peer} ({err.strerror}): give this replica's URL with --advertise-url") from err
+        raise ConfigError(f"no route to {peer} ({err.strerror})") from err

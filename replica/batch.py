@@ -12,9 +12,9 @@ from itertools import chain, compress
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.frames import F32, I32, U64, StepInput
-from replica.logit_edits import logit_edits, logprobs_wanted
-from replica.request import Sequence
+from replica.frames import F32, I32, U64, Logprobs, StepInput
+from replica.logit_edits import logit_edits, logprobs_wanted, token_logprobs
+from replica.request import Sequence, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,14 +188,28 @@ class _LogitRows:
         )
 
 
+def take_logprobs(batch: Batch, logprobs: Logprobs) -> dict[Sequence, tuple[TokenLogprobs]]:
+    """Gives prompts theirs, and returns those of sampled tokens. To be called before the batch is committed."""
+    of_sampled: dict[Sequence, tuple[TokenLogprobs]] = {}
+    index = 0
+    for _, sequence, position in list(batch.rows()):
+        num_top = sequence.params.logprobs if position is None else sequence.params.prompt_logprobs
+        if num_top is None:
+            continue
+        found = token_logprobs(logprobs, index, num_top)
+        index += 1
+        if position is None:
+            of_sampled[sequence] = (found,)
+        else:
+            sequence.prompt_logprobs.append(found)
+    return of_sampled
+
+
 def _new_tokens(batch: Batch) -> Iterator[Iterable[int]]:
     """Each sequence's tokens of this step, in order."""
     for sequence, num_new in zip(batch.sequences, batch.num_new, strict=True):
         start = sequence.num_computed
         if num_new == 1 and start + 1 == sequence.num_tokens and sequence.output_ids:
             yield (sequence.output_ids[-1],)
-            continue
-        num_prompt = len(sequence.prompt_ids)
-        yield sequence.prompt_ids[start : start + num_new]
-        # After a preemption the outputs are computed again, in the same chunks as the prompt.
-        yield sequence.output_ids[max(0, start - num_prompt) : max(0, start + num_new - num_prompt)]
+        else:  # of the prompt, and after a preemption of the output, too
+            yield sequence.tokens(start, start + num_new)

@@ -1,4 +1,4 @@
-"""The command line: `replica serve MODEL` and `replica plan MODEL`. The only place that reads the environment."""
+"""The command line: `replica serve`, `replica plan` and `replica chat`. The only place that reads the environment."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from replica.chat_command import add_chat_parser
 from replica.config import ReplicaConfig, flag
 from replica.errors import ConfigError
 from replica.plan_command import add_layout_options, add_plan_parser, layout_from
@@ -20,8 +21,9 @@ SECRETS: Final = {
     "api_key": "LOCKSTEP_API_KEY",
     "proxy_token": "LOCKSTEP_PROXY_TOKEN",
     "group_secret": "LOCKSTEP_GROUP_SECRET",
+    "redis_url": "LOCKSTEP_REDIS_URL",  # a password is part of it
 }
-ADDRESSES: Final = {"master_addr": "DP_MASTER_ADDR", "master_port": "DP_MASTER_PORT"}  # as in vLLM
+ADDRESSES: Final = {"master_addr": "DP_MASTER_ADDR", "master_port": "DP_MASTER_PORT", "ray_address": "RAY_ADDRESS"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +46,7 @@ def run_serve(args: argparse.Namespace) -> int:
     for name, variable in SECRETS.items():
         values[name] = values[name] or os.environ.get(variable, "")
     values["proxy_urls"] = tuple(values["proxy_urls"] or ())
-    config = ReplicaConfig(**values, layout=layout_from(args))
+    config = ReplicaConfig(**values, layout=layout_from(args, args.nnodes))
     configure_logging()
     return supervise(config)
 
@@ -79,10 +81,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.set_defaults(run=run_serve)
     add_layout_options(serve)
+    serve.add_argument(
+        "--nnodes", type=int, default=1, metavar="N", help="machines that run this command, with as many replicas each"
+    )
     for field in fields(ReplicaConfig):
         if field.metadata:
             _add_option(serve, field)
     add_plan_parser(commands)
+    add_chat_parser(commands, api_key=os.environ.get(SECRETS["api_key"], ""))
     return parser
 
 
@@ -91,9 +97,11 @@ def _add_option(serve: argparse.ArgumentParser, field: Field[Any]) -> None:
     if field.default is MISSING:
         serve.add_argument(field.name, type=Path, metavar=field.name.upper(), help=help_text)
         return
-    options: dict[str, Any] = {"default": field.default, "type": type(field.default)}
+    options: dict[str, Any] = {"default": field.default, "type": field.metadata["kind"]}
     if isinstance(field.default, tuple):
         options = {"default": None, "action": "append", "metavar": "URL"}
+    if isinstance(field.default, bool):
+        options = {"action": "store_true"}
     if field.name in SECRETS:
         help_text += f"; better given in the environment as {SECRETS[field.name]}"
     elif field.default:

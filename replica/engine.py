@@ -1,7 +1,7 @@
 """One replica's process, `python -m replica.engine SUPERVISOR_FD`: HTTP, tokenizer, scheduler and step loop.
 
     supervisor -> engine   the settings as one line of JSON: a socket keeps secrets out of `ps`
-    engine -> supervisor   one byte, once the replica is ready
+    engine -> supervisor   lines: `ready`, once; `epoch N`, when its group begins one; `failed`, when the group has
     supervisor -> engine   one byte: drain; another: stop at once
     EOF                    the supervisor is gone, and the engine ends at once
 
@@ -24,7 +24,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
@@ -34,23 +34,24 @@ from replica.address import advertised_url, host_and_port, http_url, listen
 from replica.api.http_io import HttpServerLog
 from replica.api.served_model import ServedModel
 from replica.api.server import build_app
-from replica.cache_size import GIB, free_memory_bytes, kv_cache_bytes, resolve_device
+from replica.cache_size import RankSpace, local_space
 from replica.checkpoint import Checkpoint, model_hash
 from replica.cli import configure_logging, print_error
 from replica.config import ReplicaConfig
-from replica.errors import ConfigError, GroupLost, WorkerFailed, first_error
-from replica.executor_mp import MpExecutor, own_blobs
+from replica.errors import CollectiveFailed, ConfigError, CutOff, GroupLost, WorkerFailed, first_error
+from replica.executor import RankExecutor, RankHost, own_blobs
+from replica.executor_mp import LocalRanks
 from replica.frames import Init, Ready
-from replica.group_config import group_config, resolve_dtype
+from replica.group_config import group_config
 from replica.lifecycle import EngineState, Lifecycle
 from replica.model_config import ModelConfig
-from replica.plan import PlanSettings, make_plan
-from replica.process_tree import follow_parent, new_event_loop
+from replica.process_tree import EPOCH, GROUP_FAILED, READY, follow_parent, new_event_loop
 from replica.progress_bar import ProgressBar
+from replica.rank_init import rank_init
 from replica.registration import Registration
 from replica.scheduler import Scheduler
-from replica.step_clock import DRAIN, STOP, LocalClock
-from replica.step_loop import StepLoop
+from replica.step_clock import DRAIN, STOP, LocalClock, Reconfiguration
+from replica.step_loop import Exchange, StepLoop
 from replica.warm_up import warm_up_sequences
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("replica.engine")  # __name__ is __main__ here
 
-READY_BYTE: Final = b"r"
 MAX_HEADER_BYTES: Final = 64 * 1024  # what a proxy lets through
 FLUSH_S: Final = 5.0  # at the end, clients have so long to read what is already theirs
 LEAVE_S: Final = 3.0  # a drained replica waits so long for a last step, beyond the others' time to drain
@@ -90,15 +90,18 @@ class Engine:
     url: str  # where it listens
     init: Init  # of its first rank
     lifecycle: Lifecycle
-    executor: MpExecutor
+    executor: RankExecutor
     group: GroupClock | None  # of several replicas
     loop: StepLoop
     registration: Registration
     runner: web.AppRunner
     stop: StopRequests
 
-    async def run(self, on_ready: Callable[[], object]) -> None:
-        """Loads, serves until asked to stop, drains. Raises a group of ConfigError, GroupLost or WorkerFailed."""
+    async def run(self, tell: Callable[[bytes], None]) -> None:
+        """Loads, serves until asked to stop, drains; tells the supervisor how far it has come.
+
+        Raises a group of ConfigError, GroupLost or WorkerFailed.
+        """
         async with asyncio.TaskGroup() as tasks:
             loading = tasks.create_task(self._load())
             asked = tasks.create_task(self.stop.asked())
@@ -106,13 +109,14 @@ class Engine:
             if asked.done():
                 loading.cancel()
                 return
-            ready = loading.result()
+            ready, first = loading.result()
             self.loop.add_blocks(ready.num_blocks)
-            stepping = tasks.create_task(self.loop.run())
+            self._tell_epochs(tell)
+            stepping = tasks.create_task(self.loop.run(first))
             await self.loop.warm_up(warm_up_sequences(self.init, num_blocks=ready.num_blocks))
             registrations = [tasks.create_task(self.registration.run(url)) for url in self.config.proxy_urls]
             self.lifecycle.state = EngineState.READY
-            on_ready()
+            tell(READY)
             logger.info(
                 "replica ready url=%s model=%s dp_rank=%d kv_blocks=%d load_s=%.1f",
                 self.url,
@@ -135,7 +139,7 @@ class Engine:
         if self.lifecycle.state is EngineState.FAILED:
             self.executor.kill()  # its ranks may be in a collective whose peers are gone
         if self.group is not None:
-            self.group.close()
+            await self.group.close()
         await self.executor.close()
         await self.close_http()
 
@@ -144,27 +148,40 @@ class Engine:
         if self.runner.server is not None:
             await self.runner.cleanup()
 
-    async def _load(self) -> Ready:
-        """Meets the other replicas, then loads, then connects the ranks of all."""
-        start = self.executor.start(
+    async def _load(self) -> tuple[Ready, Reconfiguration | None]:
+        """Meets the other replicas, then loads. Returns how the group's first epoch begins, too; None without one."""
+        if self.group is None:
+            try:
+                return await self._start_ranks(own_blobs), None
+            except CollectiveFailed as err:
+                raise WorkerFailed(f"the ranks do not reach each other: {err}") from err
+        first = await self.group.join()
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self.group.failed())
+            ready = await self._start_ranks(None)  # the step loop connects them
+            watch.cancel()
+        return ready, first
+
+    async def _start_ranks(self, exchange: Exchange | None) -> Ready:
+        return await self.executor.start(
             self.init,
             timeout_s=self.config.startup_timeout_s,
             on_progress=ProgressBar(sys.stderr).update,
-            exchange=self.group.exchange if self.group else own_blobs,
+            exchange=exchange,
         )
-        if self.group is None:
-            return await start
-        joining = self.group.join()
-        try:
-            await joining
-        except BaseException:
-            start.close()
-            raise
-        async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(self.group.failed())
-            ready = await start
-            watch.cancel()
-        return ready
+
+    def _tell_epochs(self, tell: Callable[[bytes], None]) -> None:
+        told = 0
+
+        def tell_epoch() -> None:
+            nonlocal told
+            epoch = self.loop.group.epoch
+            if epoch != told:
+                told = epoch
+                tell(EPOCH + b" %d" % epoch)
+
+        tell_epoch()
+        self.loop.subscribe(tell_epoch)
 
     async def _drain(self) -> None:
         """Takes no new requests and waits for the running ones, until the time is up or a second request."""
@@ -185,11 +202,10 @@ class Engine:
     async def _leave(self, stepping: asyncio.Task[None]) -> None:
         """Steps on with the group until all of its replicas have drained, so that none is missed while it is needed."""
         self.loop.want(_drained(self.config.dp_rank))
-        drained = [_drained(dp_rank) for dp_rank in range(self.config.layout.dp)]
         limit_s = LEAVE_S if self.stop.count > 1 else LEAVE_S + self.config.drain_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await self.loop.commanded(*drained)
+                await self.loop.commanded_by_all(_drained)
                 self.loop.want(STOP)
                 await asyncio.wait({stepping})
         except TimeoutError:
@@ -201,29 +217,42 @@ def _drained(dp_rank: int) -> str:
     return f"drained {dp_rank}"
 
 
-def build(config: ReplicaConfig, sock: socket.socket, stop: StopRequests) -> Engine:
+async def rank_host(config: ReplicaConfig) -> tuple[RankHost, RankSpace]:
+    """Where the ranks are started, and what each has there. Raises ConfigError, WorkerFailed."""
+    if config.executor == "ray":
+        from replica.executor_ray import RayRanks  # only here: nothing else needs ray
+
+        return await RayRanks.place(config)
+    return LocalRanks(config.layout.attn_tp), local_space(config)
+
+
+def build(
+    config: ReplicaConfig, sock: socket.socket, stop: StopRequests, *, host: RankHost, space: RankSpace
+) -> Engine:
     """Checks the checkpoint, without torch, and makes every part. Raises ConfigError."""
     model_config = ModelConfig.load(config.model)
     checkpoint = Checkpoint.open(config.model)
     checkpoint.check(model_config)
     model = ServedModel.load(config, model_config)
-    init = _worker_init(config, model_config, max_model_len=model.max_model_len)
+    init = rank_init(config, model_config, space, max_model_len=model.max_model_len)
     port = sock.getsockname()[1]
     hello = make_hello(config, model, model_hash(checkpoint, init.dtype), port)
 
     lifecycle = Lifecycle()
-    executor = MpExecutor(num_ranks=config.layout.attn_tp)
+    executor = RankExecutor(host)
     group = None
     if config.layout.dp > 1:
         from replica.group_clock import GroupClock  # only here: a replica alone must not need a coordinator
 
         shared = group_config(config, model_config, checkpoint)
-        group = GroupClock(config, hello, shared, collectives=executor.collectives_entered)
+        group = GroupClock(config, hello, shared, collectives=executor.collectives_entered, is_alive=executor.is_alive)
     scheduler = Scheduler(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=model.max_model_len,
         block_size=config.block_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        has_prefix_cache=not config.no_prefix_cache,
     )
     loop = StepLoop(
         scheduler=scheduler,
@@ -290,57 +319,45 @@ async def serve(config: ReplicaConfig, supervisor_fd: int) -> None:
         with suppress(RuntimeError):  # the event loop is closed: the process ends already
             asyncio_loop.call_soon_threadsafe(stop.add)
 
+    def tell(line: bytes) -> None:
+        with suppress(OSError):  # the supervisor is gone, which ends this process
+            os.write(supervisor_fd, line + b"\n")
+
     follow_parent(supervisor_fd, on_stop_request)
     sock = listen(config.host, config.port)
-    engine = build(config, sock, stop)
+    placed = await _placed(config, stop)
+    if placed is None:
+        return
+    host, space = placed
+    try:
+        engine = build(config, sock, stop, host=host, space=space)
+    except ConfigError:
+        await host.close()
+        raise
     try:
         await engine.runner.setup()
         await web.SockSite(engine.runner, sock).start()
-        await engine.run(on_ready=lambda: os.write(supervisor_fd, READY_BYTE))
+        await engine.run(tell)
     except* (ConfigError, GroupLost, WorkerFailed) as errors:
-        engine.lifecycle.state, engine.lifecycle.reason = EngineState.FAILED, str(first_error(errors))
+        error = first_error(errors)
+        engine.lifecycle.state, engine.lifecycle.reason = EngineState.FAILED, str(error)
+        if isinstance(error, GroupLost) and not isinstance(error, CutOff):
+            tell(GROUP_FAILED)
         raise
     finally:
         await engine.close()
     logger.info("replica stopped")
 
 
-def _worker_init(config: ReplicaConfig, model_config: ModelConfig, *, max_model_len: int) -> Init:
-    """That of the replica's first rank."""
-    layout, dtype, device = config.layout, resolve_dtype(config, model_config), resolve_device(config)
-    free_bytes = free_memory_bytes(config)
-    # A lost replica fails its whole group, so no room is kept for the weights of one.
-    settings = PlanSettings(dtype=dtype, device_bytes=free_bytes, step_tokens=config.max_num_batched_tokens, survive=0)
-    # All ranks of the group get as much, lest one replica could take requests that another could not.
-    fullest = max(make_plan(model_config, layout, settings).ranks, key=lambda rank: rank.weight_bytes)
-    cache_bytes = kv_cache_bytes(config, rank=fullest, max_model_len=max_model_len, free_bytes=free_bytes)
-    logger.info(
-        "memory planned device=%s dtype=%s ranks=%d weights_gib=%.2f kv_cache_gib=%.2f kv_tokens=%d",
-        device,
-        dtype,
-        layout.attn_tp,
-        fullest.weight_bytes / GIB,
-        cache_bytes / GIB,
-        cache_bytes // fullest.kv_bytes_per_token,
-    )
-    degrees = asdict(layout)
-    del degrees["nnodes"]
-    return Init(
-        model=str(config.model),
-        dtype=dtype,
-        device=device,
-        num_threads=config.num_threads or max(1, len(os.sched_getaffinity(0)) // layout.world),
-        block_size=config.block_size,
-        kv_cache_bytes=cache_bytes,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        rank=config.dp_rank * layout.attn_tp,
-        # A peer that is gone ends this process, and so its ranks, long before. Not earlier, since a first forward may
-        # compile for as long as a start may take.
-        collective_timeout_s=max(config.startup_timeout_s, 3 * config.progress_deadline_s),
-        **degrees,
-    )
+async def _placed(config: ReplicaConfig, stop: StopRequests) -> tuple[RankHost, RankSpace] | None:
+    """As `rank_host`; None if the replica is to stop before that is known."""
+    async with asyncio.TaskGroup() as tasks:
+        placing = tasks.create_task(rank_host(config))
+        asked = tasks.create_task(stop.asked())
+        await asyncio.wait({placing, asked}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        placing.cancel()
+    return None if placing.cancelled() else placing.result()
 
 
 def _read_line(fd: int) -> str:
@@ -367,6 +384,9 @@ def main(argv: list[str]) -> int:
     except* ConfigError as errors:
         print_error(first_error(errors))
         status = 2
+    except* CutOff as errors:
+        logger.error("replica is cut off from its group reason=%s", first_error(errors))
+        status = 1
     except* GroupLost as errors:
         logger.info("replica left its group reason=%s", first_error(errors))  # the master's process says it louder
         status = 1

@@ -5,18 +5,21 @@ ReplicaError
 │   └── CheckpointError    the same, for a missing, damaged or unsupported checkpoint
 ├── PeerError              a rank cannot be connected with the others of its group: its process exits 1
 ├── GroupLost              the group steps no more, or there is none to join: as WorkerFailed
-├── WorkerFailed           a rank's process died, froze or raised: its requests end with 500, the process exits 1
+│   └── CutOff             the group goes on without this replica: it was evicted, or finds no master
+├── WorkerFailed           a rank's process died, froze or raised: its requests are Interrupted, the process exits 1
+├── CollectiveFailed       a collective of a step raised and no rank here has died: the group's clock says what follows
 └── RequestError           OpenAI's error body; nothing else notices
     ├── BadRequest         400, do not retry
     │   ├── GrammarRefused 400, a schema that is no schema, cannot be met, or asks for too much work
+    │   ├── GrammarFailed  400, code grammar_failed, in mid-answer: it cannot follow its grammar further, wherever it runs
     │   └── ContextTooLong 400, code context_length_exceeded
     ├── Unauthorized       401
     ├── UnknownModel       404
+    ├── NotStored          404, an earlier response is asked for
     ├── ClientTooSlow      408, the body did not come
     ├── BodyTooLarge       413
-    ├── GenerationFailed   500, a step failed under the request: its worker is gone
     └── Unavailable        503 with Retry-After and X-Not-Begun: full, loading, draining; retry, elsewhere if possible
-        └── Interrupted    503 with Retry-After: the replica stopped while the request ran
+        └── Interrupted    503 with Retry-After, code replica_lost: the replica stopped or was lost meanwhile
 """
 
 from __future__ import annotations
@@ -44,12 +47,16 @@ class GroupLost(ReplicaError):
     """The group steps no more, or could not be joined. The message names who is at fault."""
 
 
-class WorkerFailed(ReplicaError):
-    """A rank's process died, froze or raised. `was_killed`: by a signal, so the cause is here and not at a peer."""
+class CutOff(GroupLost):
+    """The group may go on, but without this replica."""
 
-    def __init__(self, message: str, *, was_killed: bool = False) -> None:
-        super().__init__(message)
-        self.was_killed = was_killed
+
+class WorkerFailed(ReplicaError):
+    """A rank's process died, froze or raised."""
+
+
+class CollectiveFailed(ReplicaError):
+    """A collective of a step raised, as it does when a peer is gone. No rank of this replica has died."""
 
 
 class RequestError(ReplicaError):
@@ -85,6 +92,12 @@ class GrammarRefused(BadRequest):
     """A grammar cannot be compiled within the limits."""
 
 
+class GrammarFailed(BadRequest):
+    """An answer cannot go on, here or elsewhere: its grammar takes too much work there. A retry would do the same."""
+
+    code = "grammar_failed"
+
+
 class Unauthorized(RequestError):
     """The API key is missing or wrong."""
 
@@ -101,6 +114,14 @@ class UnknownModel(RequestError):
     code = "model_not_found"
 
 
+class NotStored(RequestError):
+    """The request is about an earlier response, and none is kept."""
+
+    status = 404
+    kind = "invalid_request_error"
+    code = "response_not_found"
+
+
 class ClientTooSlow(RequestError):
     """The client stopped sending its body for --client-timeout-s."""
 
@@ -115,10 +136,6 @@ class BodyTooLarge(RequestError):
     kind = "invalid_request_error"
 
 
-class GenerationFailed(RequestError):
-    """The step that computed the request failed."""
-
-
 class Unavailable(RequestError):
     """The replica cannot take the request now, and has done nothing of it."""
 
@@ -127,7 +144,9 @@ class Unavailable(RequestError):
 
 
 class Interrupted(Unavailable):
-    """The replica stopped while the request ran."""
+    """The replica stopped, or was lost, while the request ran. Another one can go on with it."""
+
+    code = "replica_lost"
 
 
 def first_error(errors: BaseExceptionGroup[Any]) -> BaseException:

@@ -2,15 +2,20 @@
 
     engine -> worker   Init        first, once
     worker -> engine   Progress    while weights load
-    worker -> engine   Blob        loaded; where the other ranks of its group can reach it; or, if it is alone, Ready
-    engine -> worker   Blobs       those of all ranks
-    worker -> engine   Ready       loaded, and connected with its peers: how many KV blocks there are
+    worker -> engine   Ready       loaded: how many KV blocks there are
+    engine -> worker   Regroup     an epoch begins: which replicas live, and so what to take over of those that do not
+    worker -> engine   Blob        that is loaded; where the other ranks of its group can reach it
+    engine -> worker   Blobs       those of all living ranks; or a newer Regroup
+    worker -> engine   Connected   with its peers: steps of the epoch may come
     engine -> worker   StepInput   one forward; may hold no tokens
     worker -> engine   StepOutput  what it sampled; or
     worker -> engine   StepDone    from the ranks of a replica that do not sample
-    worker -> engine   Failed      Init or a step raised; the worker exits after it
+    worker -> engine   Aborted     a step's collective, or connecting, failed or was cut off; only a Regroup may follow
+    worker -> engine   Failed      anything else raised; the worker exits after it
     engine -> worker   Shutdown    exit 0
 
+A rank without peers is ready for steps at once. A Regroup may come at any time after Ready; before it the engine puts
+the epoch on the board (rank_board.py) and a byte into the lifeline, which ends the collective that the worker is in.
 Arrays travel as raw little-endian bytes, so neither side walks them and nothing is pickled.
 T tokens, S sequences, B the most blocks of a sequence in this step, N sampled rows.
 """
@@ -27,7 +32,7 @@ from numpy.typing import NDArray
 
 from replica.layout import Layout
 
-FRAMES_VERSION: Final = 1
+FRAMES_VERSION: Final = 2
 HEADER: Final = struct.Struct(">I")
 MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
 
@@ -61,7 +66,7 @@ class Init:
     moe_tp: int = 1
     ep: int = 1
     collective_timeout_s: float = 30.0  # the last resort against a peer that is gone: well above the deadlines
-    count_fd: int = -1  # a file of one 64-bit count per local rank: collectives entered; -1: nobody asks
+    peer_host: str = "127.0.0.1"  # this machine's address for the other ranks of the group
 
     @property
     def layout(self) -> Layout:
@@ -78,26 +83,55 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blob:
-    """Where one rank can be reached (see groups.py)."""
+class Ready:
+    """The rank's weights are loaded and its KV cache is there."""
 
+    num_blocks: int
+    weight_bytes: int
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regroup:
+    """What was under way is void. The rank takes over its share of the lost blocks and connects with who lives."""
+
+    epoch: int
+    members: tuple[int, ...]  # dp ranks that live, ascending
+    evicted: tuple[tuple[int, ...], ...]  # dp ranks of each eviction, in order, since the group was whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blob:
+    """Where one rank can be reached in an epoch (see rendezvous.py)."""
+
+    epoch: int
     blob: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blobs:
-    """The blobs of all ranks of the group."""
+    """The blobs of all living ranks of the group."""
 
-    blobs: tuple[bytes, ...]  # by rank
+    epoch: int
+    blobs: tuple[bytes, ...]  # in order of their ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """Steps may come."""
+class Connected:
+    """Steps of the epoch may come."""
 
-    num_blocks: int
-    weight_bytes: int
-    load_s: float
+    epoch: int
+    reload_s: float  # spent on reading what lost replicas held
+    weight_bytes: int  # with that
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aborted:
+    """The rank and its peers did not finish something together. Nothing is wrong with the rank itself."""
+
+    epoch: int
+    step: int  # -1: they did not connect
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,10 +229,24 @@ class Shutdown:
     """Exit 0."""
 
 
-Frame = Init | Progress | Blob | Blobs | Ready | StepInput | StepOutput | StepDone | Failed | Shutdown
+Frame = (
+    Init
+    | Progress
+    | Ready
+    | Regroup
+    | Blob
+    | Blobs
+    | Connected
+    | StepInput
+    | StepOutput
+    | StepDone
+    | Aborted
+    | Failed
+    | Shutdown
+)
 _TYPES: Final[tuple[type[Frame], ...]] = (
-    *(Init, Progress, Blob, Blobs, Ready),
-    *(StepInput, StepOutput, StepDone, Failed, Shutdown),
+    *(Init, Progress, Ready, Regroup, Blob, Blobs, Connected),
+    *(StepInput, StepOutput, StepDone, Aborted, Failed, Shutdown),
 )
 _NESTED: Final = {cls.__name__: cls for cls in (LogitEdits, LogprobsWanted, Logprobs)}
 _NAMES: Final = {cls: [f.name for f in fields(cls)] for cls in (*_TYPES, *_NESTED.values())}
@@ -246,10 +294,10 @@ def _pack(value: Any) -> Any:
 
 def _unpack(value: Any) -> Any:
     if isinstance(value, list):
-        if not value or isinstance(value[0], bytes):
-            return tuple(value)  # of bytes; an array begins with the number of its dtype
-        kind, shape, raw = value
-        return np.frombuffer(raw, dtype=_DTYPES[kind]).reshape(shape)
+        if len(value) == 3 and isinstance(value[1], list) and isinstance(value[2], bytes):
+            kind, shape, raw = value
+            return np.frombuffer(raw, dtype=_DTYPES[kind]).reshape(shape)
+        return tuple(map(_unpack, value))
     if isinstance(value, dict):
         ((name, values),) = value.items()
         cls = _NESTED[name]

@@ -10,16 +10,18 @@ This one pair serves every width. A width of 1 is a group of one rank, whose pai
 tokens. A width above attn_tp spans replicas. If instead all ranks of a replica held all its tokens, as many bytes would
 travel, in five collectives a layer instead of four, and each norm and router would be computed attn_tp times.
 
-Both are made of one collective, an all-to-all, because it takes parts of different sizes, sends each byte once and is
-the fastest that gloo has (2 ranks on one machine: 0.4 ms, its all-gather and all-reduce 1.3). The parts are summed
-here, in the order of the ranks, so a sum does not depend on who was first. All sizes are known beforehand, from the
-release of the step: no rank ever asks another one for a size, and one without tokens takes every collective too.
+Both are made of one collective, an all-to-all, because it takes parts of different sizes and sends each byte once. The
+parts are summed here, in the order of the ranks, so a sum does not depend on who was first. All sizes are known
+beforehand, from the release of the step: no rank ever asks another one for a size, and one without tokens takes every
+collective too.
+
+Where replicas were lost, their ranks are left out of every group; all others keep their numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,12 +40,13 @@ class Transport(Protocol):
         """Rank i of the group gets the i-th part of `sent`; the i-th part of `received` comes from it.
 
         Both are contiguous uint8 [rows, bytes]; the row counts have one number per rank. Returns when `received` may
-        be read on the current stream. Raises RuntimeError when a peer is gone or the group's timeout has passed.
+        be read on the current stream. Raises CollectiveFailed when a peer is gone, the group's timeout has passed or
+        the group was released.
         """
 
 
 class CollectiveCount:
-    """How many collectives the rank has entered. The clock tells by it which rank is behind."""
+    """How many collectives of an epoch the rank has entered. The clock tells by it which rank is behind."""
 
     def __init__(self, count: NDArray[np.int64] | None = None) -> None:
         """`count` [1] may lie in shared memory, where others read it."""
@@ -53,9 +56,13 @@ class CollectiveCount:
         """One more."""
         self._count[0] += 1
 
+    def reset(self) -> None:
+        """A new epoch begins."""
+        self._count[0] = 0
+
     @property
     def value(self) -> int:
-        """All so far."""
+        """All of the epoch so far."""
         return int(self._count[0])
 
 
@@ -122,7 +129,7 @@ class Group:
     def _all_to_all(
         self, transport: Transport, x: Tensor, receive_rows: Sequence[int], send_rows: Sequence[int]
     ) -> Tensor:
-        """Moves rows of any dtype, as bytes: gloo refuses some, float8 among them."""
+        """Moves rows of any dtype, as bytes: a transport need not know it."""
         received = torch.empty((sum(receive_rows), *x.shape[1:]), dtype=x.dtype, device=x.device)
         self._count.add()
         transport.all_to_all(_as_bytes(received), _as_bytes(x.contiguous()), receive_rows, send_rows)
@@ -140,12 +147,17 @@ class Groups:
 
     @classmethod
     def connect(
-        cls, layout: Layout, rank: int, transports: dict[tuple[int, ...], Transport], count: CollectiveCount
+        cls,
+        layout: Layout,
+        rank: int,
+        transports: dict[tuple[int, ...], Transport],
+        count: CollectiveCount,
+        members: Collection[int] | None = None,
     ) -> Groups:
         """The rank's groups; `transports` has one for each of `shared_groups`."""
 
         def group(width: int) -> Group:
-            ranks = own_group(layout.groups(width), rank)
+            ranks = _living_group(layout, width, rank, members)
             return Group(ranks, rank, transports[ranks] if len(ranks) > 1 else None, count)
 
         return cls(layout, group(layout.attn_tp), group(layout.mlp_tp), group(layout.moe))
@@ -156,11 +168,19 @@ class Groups:
         return cls.connect(Layout(), 0, {}, CollectiveCount())
 
 
-def shared_groups(layout: Layout, rank: int) -> list[tuple[int, ...]]:
-    """The groups of more than one rank that the rank is in, each once."""
+def shared_groups(layout: Layout, rank: int, members: Collection[int] | None = None) -> list[tuple[int, ...]]:
+    """The groups of more than one rank that the rank is in, each once.
+
+    `members` are the replicas that live (dp ranks), all of the layout by default.
+    """
     widths = (layout.attn_tp, layout.mlp_tp, layout.moe)
-    groups = dict.fromkeys(own_group(layout.groups(width), rank) for width in widths)
+    groups = dict.fromkeys(_living_group(layout, width, rank, members) for width in widths)
     return [ranks for ranks in groups if len(ranks) > 1]
+
+
+def _living_group(layout: Layout, width: int, rank: int, members: Collection[int] | None) -> tuple[int, ...]:
+    ranks = own_group(layout.groups(width), rank)
+    return ranks if members is None else tuple(rank for rank in ranks if layout.dp_rank(rank) in members)
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import kernels
 from replica.groups import Groups
-from replica.linears import load_linear
+from replica.linears import Fp8Linear, Linear, load_linear
 from replica.model_config import RopeConfig, YarnConfig
 from replica.step_tensors import StepTensors
 from replica.weights import WeightReader
@@ -37,26 +37,42 @@ class Embedding:
 
 
 class DenseMlp:
-    """SwiGLU between two linears."""
+    """SwiGLU between two linears; in parts, as ExpertMlp."""
 
     def __init__(self, weights: WeightReader, prefix: str) -> None:
-        self.gate_up = load_linear(weights, f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        self.down = load_linear(weights, f"{prefix}.down_proj")
+        self._prefix = prefix
+        self.parts: list[tuple[Linear | Fp8Linear, Linear | Fp8Linear]] = []  # gate and up fused, and down, of each
+        self.take_over(weights)
+
+    def take_over(self, weights: WeightReader) -> None:
+        """Adds the blocks of the layer that `weights` has."""
+        gate_up = load_linear(weights, f"{self._prefix}.gate_proj", f"{self._prefix}.up_proj")
+        self.parts.append((gate_up, load_linear(weights, f"{self._prefix}.down_proj")))
 
     def __call__(self, x: Tensor, step: StepTensors, groups: Groups) -> Tensor:  # [n, H] -> [n, H]
         x = groups.mlp.all_gather(x, step.mlp_rows)  # [T of the group, H]
-        x = self.down(kernels.swiglu(self.gate_up(x)))  # [T of the group, H], a part
+        x = _sum([down(kernels.swiglu(gate_up(x))) for gate_up, down in self.parts])  # [T of the group, H], a part
         return groups.mlp.reduce_scatter(x, step.mlp_rows)
 
 
 class ExpertMlp:
-    """A mixture of experts: each token goes through the K experts that its router chooses."""
+    """A mixture of experts: each token goes through the K experts that its router chooses.
+
+    `parts` has the rank's own blocks first, then those that it took over at each eviction of replicas.
+    """
 
     def __init__(self, weights: WeightReader, prefix: str, layer: int) -> None:
+        self._prefix = prefix
+        self._layer = layer
         self.top_k = weights.shards.config.num_experts_per_tok
         self.renormalize = weights.shards.config.norm_topk_prob
         self.router = load_linear(weights, f"{prefix}.gate")
-        self.experts = weights.experts(f"{prefix}.experts", layer)
+        self.parts: list[kernels.Experts] = []
+        self.take_over(weights)
+
+    def take_over(self, weights: WeightReader) -> None:
+        """Adds the blocks of the layer's experts that `weights` has."""
+        self.parts.append(kernels.pack_experts(weights.experts(f"{self._prefix}.experts", self._layer)))
 
     def __call__(self, x: Tensor, step: StepTensors, groups: Groups) -> Tensor:  # [n, H] -> [n, H]
         # Its owner routes a token: if each rank did, one that rounds otherwise could add parts of other experts.
@@ -64,23 +80,18 @@ class ExpertMlp:
         x, weights, experts = groups.moe.all_gather_packed(
             (x, weights, experts), step.moe_rows
         )  # [T of the group, ...]
-        x = kernels.moe_experts(x, self.experts, weights, experts)  # [T of the group, H], a part
+        x = _sum([kernels.moe_experts(x, part, weights, experts) for part in self.parts])  # [T of the group, H], a part
         return groups.moe.reduce_scatter(x, step.moe_rows)
 
 
-def paged_attention(q: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
-    """q [T, Hq, D] -> [T, Hq, D]: attention of every sequence of the step over its pages.
-
-    k_cache, v_cache [num_blocks, block_size, Hkv, D] hold the step's own keys and values already.
-    """
-    n = step.num_decodes
-    parts = []
-    if n:
-        parts.append(kernels.attention_decode(q[:n], k_cache, v_cache, step.decode_tables, step.decode_lens, scale))
-    if len(q) > n or not n:  # a step of no tokens goes this way too
-        chunk = (step.prefill_tables, step.prefill_starts, step.prefill_lens)
-        parts.append(kernels.attention_prefill(q[n:], k_cache, v_cache, *chunk, scale))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _sum(parts: list[Tensor]) -> Tensor:
+    """Added in float32, as the group adds what its ranks have."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0].to(torch.float32)
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> Tensor:

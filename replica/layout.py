@@ -103,6 +103,14 @@ class Layout:
         """Width of a MoE layer: the ranks that hold all its experts between them."""
         return self.moe_tp * self.ep
 
+    def losses(self, survive: int | None) -> int:
+        """How many replicas may be lost: `survive`, or 1 of several. Raises ConfigError for more than can be."""
+        if survive is None:
+            return min(1, self.dp - 1)
+        if not 0 <= survive < self.dp:
+            raise ConfigError(f"--survive is {survive}, must be 0 to {self.dp - 1}: the group has {self.dp} (--dp)")
+        return survive
+
     def dp_rank(self, rank: int) -> int:
         """The replica that the rank belongs to."""
         return rank // self.attn_tp

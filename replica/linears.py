@@ -25,11 +25,11 @@ from replica.weights import WeightReader
 class Linear:
     """y = x W^T + b."""
 
-    weight: Tensor  # [out, in]
+    weight: Tensor  # [out, in], as kernels.pack_linear gives it, or plain
     bias: Tensor | None = None  # [out]
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, in] -> [T, out]
-        return torch.nn.functional.linear(x, self.weight, self.bias)
+        return kernels.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def load_linear(weights: WeightReader, *names: str, has_bias: bool = False) -> L
         raise CheckpointError(f"modules_to_not_convert names some of {', '.join(names)}: all or none must be FP8")
     weight = weights.stacked(matrices)
     if kinds == {False}:
-        return Linear(weight, bias)
+        return Linear(kernels.pack_linear(weight), bias)
     scale = weights.stacked([name + SCALE_SUFFIX for name in matrices])
     pieces = _pieces(weights.shard(name).rows for name in matrices)
     return Fp8Linear(tuple((weight[rows], scale[blocks]) for rows, blocks in pieces), bias)

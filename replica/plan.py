@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from replica.errors import ConfigError
 from replica.layout import MAX_WORLD, Layout, valid_layouts
 from replica.model_config import DTYPE_BYTES, ModelConfig
-from replica.quantization import SCALE_SUFFIX
 from replica.shards import weight_bytes
-from replica.tensor_specs import TensorSpec, mlp_block_width, tensor_specs
+from replica.tensor_specs import TensorSpec, block_size, mlp_block_width, tensor_specs
 
+_GIB: Final = 2**30
 SAME_CAPACITY: Final = 0.05  # layouts whose KV tokens differ by less of the best are ranked by what they send
 
 
@@ -24,22 +24,12 @@ class PlanSettings:
     dtype: str  # of weights that are not FP8, of activations and of the KV cache: a key of DTYPE_BYTES
     device_bytes: int  # what weights, reserve and KV cache of one rank may take together
     step_tokens: int  # tokens of one decode step, all replicas together
-    survive: int = 0  # replicas that may be lost: room for their blocks is kept
+    survive: int | None = None  # replicas that may be lost (Layout.losses): room for their blocks is kept
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that no plan can be made for."""
         if self.device_bytes < 1 or self.step_tokens < 1:
             raise ConfigError("--device-memory and --step-tokens must be above 0")
-        if self.survive < 0:
-            raise ConfigError(f"--survive is {self.survive}, must not be negative")
-
-    def losses(self, layout: Layout) -> int:
-        """How many replicas of the layout may be lost."""
-        if self.survive >= layout.dp:
-            raise ConfigError(
-                f"--survive is {self.survive}, must be below the {layout.dp} replicas of {layout.flags()}"
-            )
-        return self.survive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +47,11 @@ class RankPlan:
     def weight_bytes(self) -> int:
         """All weights."""
         return sum(self.weights.values())
+
+    @property
+    def most_weight_bytes(self) -> int:
+        """All weights, when as many replicas are lost as may be."""
+        return self.weight_bytes + self.reserve_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +93,9 @@ def make_plan(
     """The plan of one layout. `specs` saves making them again. Raises ConfigError if the model cannot be cut so."""
     layout.check(config)
     specs = tensor_specs(config, settings.dtype) if specs is None else specs
-    losses = settings.losses(layout)
+    losses = layout.losses(settings.survive)
     weights = weight_bytes(config, layout, specs)
-    reserves = _reserves(config, layout, specs, weights, losses)
+    reserves = _reserves(layout, weights, _largest_blocks(config, settings.dtype), losses)
     # Each rank has the same number of KV heads, repeated where there are fewer than ranks.
     kv_heads = max(1, config.num_kv_heads // layout.attn_tp)
     kv_bytes = config.kv_bytes_per_token(settings.dtype) // config.num_kv_heads * kv_heads
@@ -155,9 +150,9 @@ def suggest(config: ModelConfig, num_devices: int, settings: PlanSettings, nnode
     if not 1 <= num_devices <= MAX_WORLD:
         raise ConfigError(f"--suggest is {num_devices}, must be 1 to {MAX_WORLD} devices")
     specs = tensor_specs(config, settings.dtype)
-    layouts = [layout for layout in valid_layouts(num_devices, config, nnodes) if settings.survive < layout.dp]
+    layouts = [layout for layout in valid_layouts(num_devices, config, nnodes) if (settings.survive or 0) < layout.dp]
     if not layouts:
-        demand = f"--nnodes {nnodes} and --survive {settings.survive}"
+        demand = f"--nnodes {nnodes} and --survive {settings.survive or 0}"
         raise ConfigError(f"no layout of {num_devices} devices allows {demand}; lower them or take more devices")
     plans = [make_plan(config, layout, settings, specs) for layout in layouts]
     fitting = [plan for plan in plans if not plan.missing_bytes] or plans
@@ -173,46 +168,85 @@ def suggest(config: ModelConfig, num_devices: int, settings: PlanSettings, nnode
     return [Suggestion(plan=plan, reason=_reason(config, plan, most_tokens, least_sent)) for plan in ordered]
 
 
+class SurvivorCheck:
+    """Tells whether what is left of a group can hold the model."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, dtype: str, weight_room_bytes: int) -> None:
+        """`weight_room_bytes` is what the weights of one rank may take (cache_size.py)."""
+        self._layout = layout
+        self._room_bytes = weight_room_bytes
+        specs = tensor_specs(config, dtype)
+        self._weights = weight_bytes(config, layout, specs)
+        self._block_bytes = _largest_blocks(config, dtype)
+
+    def __call__(self, members: Collection[int]) -> str:
+        """Why these replicas (dp ranks) cannot go on alone; "" if they can."""
+        living = [rank for rank in range(self._layout.world) if self._layout.dp_rank(rank) in members]
+        if not living:
+            return "no replica is left"
+        more = _taken_bytes(self._layout, self._weights, self._block_bytes, living)
+        needed = max(sum(self._weights[rank].values()) + more[rank] for rank in living)
+        if needed <= self._room_bytes:
+            return ""
+        return (
+            f"{len(members)} of {self._layout.dp} replicas are left: a rank would hold {needed / _GIB:.2f} GiB of "
+            f"weights, there is room for {self._room_bytes / _GIB:.2f} beside its KV cache (--survive, --kv-cache-gb)"
+        )
+
+
 def _reserves(
-    config: ModelConfig,
-    layout: Layout,
-    specs: Mapping[str, TensorSpec],
-    weights: Sequence[Mapping[str, int]],
-    losses: int,
+    layout: Layout, weights: Sequence[Mapping[str, int]], block_bytes: Mapping[str, int], losses: int
 ) -> list[int]:
     """Bytes that each rank keeps free for the blocks of replicas that may be lost.
 
-    The worst case loses them from one group: the survivors of it then hold all its blocks, dealt out evenly, so to
-    within one block. A group whose replicas are all lost leaves nobody to serve, and the other groups lose nothing.
+    The worst case loses them from one group of each kind, whose survivors then hold all its blocks. A group whose
+    replicas are all lost leaves nobody to serve, and the other groups lose nothing.
     """
     reserves = [0] * layout.world
-    for kind, width in (("mlp", layout.mlp_tp), ("experts", layout.moe)):
+    for kind, width in _widths(layout):
         num_replicas = max(1, width // layout.attn_tp)
-        lost = min(losses, num_replicas - 1)
-        if not lost:
-            continue
-        block_bytes = _largest_block_bytes(config, specs, kind)
+        num_living = width - min(losses, num_replicas - 1) * layout.attn_tp
         for group in layout.groups(width):
-            held = sum(weights[rank][kind] for rank in group)
-            share = -(-held // (len(group) - lost * layout.attn_tp)) + block_bytes
+            share = _share_bytes([weights[rank][kind] for rank in group], num_living, block_bytes[kind])
             for rank in group:
                 reserves[rank] += max(0, share - weights[rank][kind])
     return reserves
 
 
-def _largest_block_bytes(config: ModelConfig, specs: Mapping[str, TensorSpec], kind: str) -> int:
-    """Bytes of one block of an expert's (or dense MLP's) width in the layer where it is largest; 0 if there is none."""
-    is_experts = kind == "experts"
-    width = config.moe_intermediate_size if is_experts else config.intermediate_size
-    largest = 0
+def _taken_bytes(
+    layout: Layout, weights: Sequence[Mapping[str, int]], block_bytes: Mapping[str, int], living: Sequence[int]
+) -> dict[int, int]:
+    """The most bytes that each living rank may have taken over, in whatever order the others were lost."""
+    taken = dict.fromkeys(living, 0)
+    for kind, width in _widths(layout):
+        for group in layout.groups(width):
+            left = [rank for rank in group if rank in taken]
+            if not left:
+                continue
+            share = _share_bytes([weights[rank][kind] for rank in group], len(left), block_bytes[kind])
+            for rank in left:
+                taken[rank] += max(0, share - weights[rank][kind])
+    return taken
+
+
+def _share_bytes(held: Sequence[int], num_living: int, block_bytes: int) -> int:
+    """The most that a living rank holds of a group's blocks, beside those that it had from the start.
+
+    Blocks go to who holds the least (takeover.py), which is at most the mean; so nobody is more than one above it.
+    """
+    return 0 if num_living == len(held) else -(-sum(held) // num_living) + block_bytes
+
+
+def _widths(layout: Layout) -> tuple[tuple[str, int], ...]:
+    return ("mlp", layout.mlp_tp), ("experts", layout.moe)
+
+
+def _largest_blocks(config: ModelConfig, dtype: str) -> dict[str, int]:
+    """Bytes of one block of a dense MLP's width, and of an expert's, in the layer where it is largest; 0 if none."""
+    largest = {"mlp": 0, "experts": 0}
     for layer in range(config.num_layers):
-        if config.is_moe(layer) != is_experts:
-            continue
-        prefix = f"model.layers.{layer}.mlp.{'experts.0.' if is_experts else ''}"
-        names = [f"{prefix}{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")]
-        whole = sum(specs[name].num_bytes for name in (*names, *(n + SCALE_SUFFIX for n in names)) if name in specs)
-        num_blocks = -(-width // mlp_block_width(config, layer))
-        largest = max(largest, -(-whole // num_blocks))
+        kind = "experts" if config.is_moe(layer) else "mlp"
+        largest[kind] = max(largest[kind], block_size(config, layer, dtype).num_bytes(0))
     return largest
 
 
@@ -225,7 +259,7 @@ def _is_sliver(config: ModelConfig, layout: Layout) -> bool:
 def _reason(config: ModelConfig, plan: Plan, most_tokens: int, least_sent: int) -> str:
     layout = plan.layout
     if plan.missing_bytes:
-        return f"does not fit: the fullest rank lacks {plan.missing_bytes / 2**30:.1f} GiB"
+        return f"does not fit: the fullest rank lacks {plan.missing_bytes / _GIB:.1f} GiB"
     reasons = [
         f"{100 * plan.kv_tokens / most_tokens:.0f} % of the most KV tokens",
         f"sends {sum(plan.sent_bytes.values()) / least_sent:.2f}x the least",

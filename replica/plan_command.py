@@ -56,7 +56,13 @@ def add_plan_parser(commands: Any) -> None:
     parser.add_argument("--dtype", default="auto", choices=dtypes, help="of what is not FP8 (auto: the checkpoint's)")
     for flag, kind, default, metavar, text in (
         ("--device-memory", float, 80.0, "GIB", "GiB of each device for weights and KV cache (default 80)"),
-        ("--survive", int, 0, "N", "replicas that may be lost; room for their blocks is kept (default 0)"),
+        (
+            "--survive",
+            int,
+            None,
+            "N",
+            "replicas that may be lost; room for their blocks is kept (default 1 of several)",
+        ),
         ("--step-tokens", int, 256, "N", "tokens of a decode step of all replicas, for the bytes sent (default 256)"),
         ("--suggest", int, None, "N", "list the valid layouts of N devices, best first"),
     ):

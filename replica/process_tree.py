@@ -12,6 +12,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from typing import Final
+
+# What a supervisor and its engines say to each other (engine.py).
+STOP_BYTE: Final = b"s"
+READY: Final = b"ready"
+EPOCH: Final = b"epoch"
+GROUP_FAILED: Final = b"failed"
 
 
 def follow_parent(fd: int, on_byte: Callable[[], None] = lambda: None) -> None:

@@ -31,6 +31,7 @@ from proxy.protocol import (
     encode,
 )
 from replica.config import ReplicaConfig
+from replica.group_state import GroupPhase
 from replica.step_loop import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,8 @@ class _Link:
                     total_blocks=stats.total_blocks,
                     step=stats.step,
                     epoch=stats.epoch,
+                    is_reconfiguring=stats.group.state is GroupPhase.RECONFIGURING,
+                    members=list(stats.group.members),
                 ),
             )
             sent_s = time.monotonic()

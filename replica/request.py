@@ -19,7 +19,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"  # the client left or the server ended it
-    ERROR = "error"  # the step failed
+    ERROR = "error"  # it cannot go on, here or elsewhere
+    LOST = "lost"  # the replica stopped or was lost: it can go on elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class TokenOutput:
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
-    error: str = ""  # with FinishReason.ERROR
+    error: str = ""  # with FinishReason.ERROR and LOST
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token if the sequence asks for them
 
 
@@ -134,10 +135,14 @@ class Sequence:
     choice: int
     prompt_ids: list[int]
     params: SamplingParams
+    priority: int = 0  # the lower, the earlier
     stream: OutputStream = field(default_factory=OutputStream)
     output_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
     num_computed: int = 0  # tokens whose keys and values are in the cache
+    num_cached: int | None = None  # tokens of the prompt that were there already; None before it first runs
+    place: tuple[int, int] = (0, 0)  # in the order of all sequences: its priority, then its number
     row: int = -1  # in the scheduler's row table while it runs
     finish_reason: FinishReason | None = None  # set once, when it ends
     arrived_s: float = 0.0  # monotonic
@@ -153,3 +158,10 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and output so far."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Those from position `start` to `stop`, of prompt and output."""
+        num_prompt = len(self.prompt_ids)
+        if stop <= num_prompt:
+            return self.prompt_ids[start:stop]
+        return self.prompt_ids[start:] + self.output_ids[max(0, start - num_prompt) : stop - num_prompt]

@@ -52,9 +52,14 @@ def _rank_of_partial(num_blocks: int, num_ranks: int, ordinal: int) -> int:
     return (ordinal * extra + ordinal // period % extra) % num_ranks
 
 
-@lru_cache(maxsize=4096)
 def deal_width(width: int, block_width: int, num_ranks: int, ordinal: int) -> tuple[Range, ...]:
     """The columns of each rank, of a width that is cut in blocks; the last block may be partial."""
+    extra = -(-width // block_width) % num_ranks
+    return _deal_width(width, block_width, num_ranks, ordinal % (num_ranks * max(1, extra)))  # it recurs after so many
+
+
+@lru_cache(maxsize=4096)
+def _deal_width(width: int, block_width: int, num_ranks: int, ordinal: int) -> tuple[Range, ...]:
     is_partial = width % block_width != 0
     blocks = deal_blocks(-(-width // block_width), num_ranks, ordinal, is_last_partial=is_partial)
     return tuple((min(start * block_width, width), min(stop * block_width, width)) for start, stop in blocks)

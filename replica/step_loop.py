@@ -9,6 +9,10 @@ with what it can schedule ahead of the tokens that they sample (`Scheduler.sched
 A replica without work stands arrived with no tokens; then the loop parks in `released` and costs no CPU. A request that
 comes meanwhile replaces the arrival. What a step sampled is published on the event loop's thread and only after the
 scheduler has committed it.
+
+When the members of the group change, whatever the loop waits for is cut off: the batch of the step that ran is not
+committed and will be scheduled again, the ranks are connected with those of the members that live, and steps go on from
+0 of the new epoch. Sequences, their blocks and what is in them stay as they are.
 """
 
 from __future__ import annotations
@@ -16,30 +20,65 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Final, NoReturn, Protocol
 
 import numpy as np
 
 from replica.batch import Batch
 from replica.constraints import MaskFiller
-from replica.errors import GroupLost, Unavailable, WorkerFailed, first_error
+from replica.errors import CollectiveFailed, GroupLost, Unavailable, WorkerFailed, first_error
 from replica.frames import I32, StepInput, StepOutput
+from replica.group_state import GroupPhase, GroupState
 from replica.request import FinishReason, Sequence, TokenOutput
+from replica.roster import SchedulerCounts
 from replica.scheduler import Scheduler
-from replica.step_clock import STOP, StepClock, StepRelease
+from replica.step_clock import STOP, Reconfiguration, StepClock, StepRelease
 
 logger = logging.getLogger(__name__)
 
+CANCEL_AGAIN_S: Final = 0.05
 STALLED_DEADLINES: Final = 3  # progress deadlines after which a step that is not done counts as a frozen worker
+
+Exchange = Callable[[tuple[bytes, ...]], Awaitable[tuple[bytes, ...]]]
+
+
+class Regrouped(Protocol):
+    """How long the ranks took to come together."""
+
+    @property
+    def reload_s(self) -> float:
+        """To read what lost ranks held."""
+
+    @property
+    def rebuild_s(self) -> float:
+        """All else."""
 
 
 class Executor(Protocol):
     """Runs a step on every rank."""
 
     async def step(self, step_input: StepInput, on_sent: Callable[[], None]) -> StepOutput:
-        """What the step sampled. Calls `on_sent` while the ranks run it. Raises WorkerFailed."""
+        """What the step sampled. Calls `on_sent` while the ranks run it. Raises WorkerFailed, CollectiveFailed.
+
+        After a CollectiveFailed, or when it was cancelled, `regroup` must come next.
+        """
+
+    async def regroup(
+        self,
+        *,
+        epoch: int,
+        members: tuple[int, ...],
+        evicted: tuple[tuple[int, ...], ...],
+        exchange: Exchange,
+        timeout_s: float,
+    ) -> Regrouped:
+        """Cuts off what the ranks do and connects them with those of `members`, which take over what `evicted` held.
+
+        May be cancelled and called again. Raises WorkerFailed, CollectiveFailed when a rank does not reach a peer, and
+        what `exchange` raises.
+        """
 
     async def failed(self) -> NoReturn:
         """Waits until a rank's process has ended, and raises WorkerFailed."""
@@ -59,6 +98,9 @@ class EngineStats:
     idle_steps: int = 0  # of these, without tokens of this replica
     barrier_wait_s: float = 0.0  # of steps with work of its own: waited for the release; all steps together
     forward_s: float = 0.0  # from each release to the ranks' answer; all steps together
+    prefill_skew_tokens: int = 0  # that the replica with the longest prefill of each step had more; all steps together
+    group: GroupState = field(default_factory=GroupState)
+    counts: SchedulerCounts = field(default_factory=SchedulerCounts)
 
 
 class StepLoop:
@@ -82,6 +124,7 @@ class StepLoop:
         self._dp_rank = dp_rank
         self._max_waiting = max_waiting
         self._progress_deadline_s = progress_deadline_s
+        self._startup_timeout_s = startup_timeout_s
         # A first forward may compile for long; `warm_up` ends with this.
         self._step_deadline_s = startup_timeout_s
         self._now_s = now_s
@@ -90,13 +133,16 @@ class StepLoop:
         self._idle_steps = 0
         self._barrier_wait_s = 0.0
         self._forward_s = 0.0
+        self._prefill_skew_tokens = 0
         self._last_progress_s = self._arrived_s = now_s()
         self._has_arrived = False  # for the next step
         self._is_idle = False  # with no tokens
         self._is_stepping = False  # the ranks run a step
         self._is_closed = False
+        self._wanted: dict[str, None] = {}  # commands that were asked for here
         self._commands: set[str] = set()  # that releases have carried
         self._commanded = asyncio.Event()
+        self.group = GroupState(is_looking=lambda: clock.is_looking)
         self._subscribers: list[Callable[[], None]] = []
 
     def add_blocks(self, num_blocks: int) -> None:
@@ -146,10 +192,13 @@ class StepLoop:
             free_blocks=scheduler.pool.num_free,
             total_blocks=scheduler.pool.num_blocks,
             step=self._step,
-            epoch=self._clock.epoch,
+            epoch=self.group.epoch,
             idle_steps=self._idle_steps,
             barrier_wait_s=self._barrier_wait_s,
             forward_s=self._forward_s,
+            prefill_skew_tokens=self._prefill_skew_tokens,
+            group=self.group,
+            counts=scheduler.counts,
         )
 
     def is_progressing(self) -> bool:
@@ -163,11 +212,16 @@ class StepLoop:
 
     def want(self, command: str) -> None:
         """Asks the group to act on a command, all at the same step."""
+        self._wanted[command] = None
         self._clock.want(command)
 
-    async def commanded(self, *commands: str) -> None:
-        """Waits until releases have carried all of these."""
-        while not self._commands.issuperset(commands):
+    async def commanded(self, command: str) -> None:
+        """Waits until a release has carried the command."""
+        await self.commanded_by_all(lambda _: command)
+
+    async def commanded_by_all(self, command_of: Callable[[int], str]) -> None:
+        """Waits until releases have carried the command of every replica, by its dp rank, that lives."""
+        while not self._commands.issuperset(map(command_of, self.group.members)):
             self._commanded.clear()
             await self._commanded.wait()
 
@@ -177,37 +231,84 @@ class StepLoop:
         for sequence in sequences:
             async for _ in sequence.stream:
                 pass  # what a warm-up says is of no interest
-        self._step_deadline_s = STALLED_DEADLINES * self._progress_deadline_s
+        self._step_deadline_s = STALLED_DEADLINES * self._progress_deadline_s + self._clock.takeover_s
 
-    async def run(self) -> None:
-        """Runs steps until one carries STOP. When a rank or the group fails, it ends every sequence with that error
-        and raises it: WorkerFailed or GroupLost."""
+    async def run(self, first: Reconfiguration | None = None) -> None:
+        """Runs steps, epoch after epoch, until one carries STOP. The ranks of a group are connected for its first one.
+
+        Raises WorkerFailed when a rank fails, GroupLost when the group does, or goes on without this replica; every
+        sequence then ends so that another replica can go on.
+        """
         error = "the replica stopped before the answer was complete"
+        if first is not None:
+            self.group.forming(first)
         try:
-            await self._run_watched()
-        except WorkerFailed as err:
-            verdict = await self._clock.verdict(self._step, err)
-            error = str(verdict)
-            raise verdict from err
-        except GroupLost as err:
+            await self._run_watched(first)
+        except (WorkerFailed, GroupLost) as err:
+            self._clock.leave()  # the others need not wait for a deadline
+            self.group.phase = GroupPhase.LOST
             error = str(err)
             raise
         finally:
             self._is_closed = True
-            for sequence in self._scheduler.end_all(FinishReason.ERROR):
-                sequence.stream.put(TokenOutput((), FinishReason.ERROR, error))
+            for sequence in self._scheduler.end_all(FinishReason.LOST):
+                sequence.stream.put(TokenOutput((), FinishReason.LOST, error))
 
-    async def _run_watched(self) -> None:
-        """Runs steps, and notices at once, whatever they wait for, when a rank or the group fails."""
+    async def _run_watched(self, begin: Reconfiguration | None) -> None:
+        """Runs all epochs, and notices at once, whatever they wait for, when a rank or the group fails."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 watches = [tasks.create_task(self._executor.failed()), tasks.create_task(self._clock.failed())]
                 while STOP not in self._commands:
-                    await self._run_step()
+                    begin = await self._run_epoch(tasks, begin)
                 for watch in watches:
                     watch.cancel()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
+
+    async def _run_epoch(self, tasks: asyncio.TaskGroup, begin: Reconfiguration | None) -> Reconfiguration | None:
+        """Steps until the last step, or until the next epoch begins, which cuts off whatever runs and is returned."""
+        stepping = tasks.create_task(self._step_on(begin))
+        superseded = tasks.create_task(self._clock.superseded())
+        await asyncio.wait({stepping, superseded}, return_when=asyncio.FIRST_COMPLETED)
+        if stepping.done():
+            superseded.cancel()
+            return None
+        while not stepping.done():
+            # Again and again: before Python 3.13 a TaskGroup loses a cancellation that comes together with a failure.
+            stepping.cancel()
+            await asyncio.wait({stepping}, timeout=CANCEL_AGAIN_S)
+        # What arrived for the old epoch counts for nothing, and nothing may arrive before the new one has begun.
+        self._has_arrived = self._is_idle = self._is_stepping = False
+        change = await self._clock.reconfigured()
+        self.group.changed(change)
+        self._notify()
+        return change
+
+    async def _step_on(self, begin: Reconfiguration | None) -> None:
+        if begin is not None:
+            await self._regroup(begin)
+        while STOP not in self._commands:
+            await self._run_step()
+
+    async def _regroup(self, begin: Reconfiguration) -> None:
+        """Connects the ranks with those of the new epoch's members. What was cut off will be scheduled again."""
+        try:
+            regrouped = await self._executor.regroup(
+                epoch=begin.epoch,
+                members=begin.members,
+                evicted=begin.evicted,
+                exchange=self._clock.exchange,
+                timeout_s=self._startup_timeout_s,
+            )
+        except CollectiveFailed as err:
+            await self._await_verdict(0, err)
+        self._scheduler.rollback()  # not before: only now it is certain that no rank writes the batch's blocks
+        self.group.connected(rebuild_s=regrouped.rebuild_s, reload_s=regrouped.reload_s)
+        for command in self._wanted:  # the release that carried one may have been cut off at another replica
+            self._clock.want(command)
+        self._commanded.set()  # who waits for the commands of all waits for fewer now
+        self._notify()
 
     def _add(self, sequences: list[Sequence]) -> None:
         if not self._scheduler.has_work:
@@ -220,12 +321,13 @@ class StepLoop:
 
     async def _run_step(self) -> None:
         began_s = self._now_s()
-        if not self._has_arrived:
+        # With no tokens, perhaps, for want of the room that the step before it has given back since.
+        if not self._has_arrived or (self._is_idle and self._scheduler.has_work):
             self._arrive()
         release = await self._clock.released()
         self._has_arrived = self._is_idle = False
-        released_s = self._now_s()
-        wait_s = released_s - max(began_s, self._arrived_s)
+        arrived_s, released_s = self._arrived_s, self._now_s()
+        self._scheduler.others_decode = sum(release.decode_tokens) > release.decode_tokens[self._dp_rank]
         batch = self._scheduler.start(
             decode_tokens=release.decode_tokens[self._dp_rank], prefill_tokens=release.prefill_tokens[self._dp_rank]
         )
@@ -234,7 +336,9 @@ class StepLoop:
         self._is_stepping = False
         outputs = self._scheduler.commit(batch, output.token_ids, output.logprobs)
         self._clock.done(release.step)
-        self._count_step(batch, wait_s=wait_s, released_s=released_s)
+        self._count_step(batch, release, waited_s=released_s - max(began_s, arrived_s), released_s=released_s)
+        if self.group.awaits_first_step:
+            self.group.stepped(self._last_progress_s - (arrived_s if batch.sequences else released_s))
         for sequence, token_output in outputs:
             sequence.stream.put(token_output)
         if release.commands:
@@ -255,9 +359,9 @@ class StepLoop:
     async def _run_on_ranks(self, batch: Batch, release: StepRelease) -> StepOutput:
         for sequence in batch.sequences[batch.num_decodes :]:
             sequence.started_s = sequence.started_s or self._now_s()
-        for sequence, error in await self._masks.fill(batch.sampled):
+        for sequence, reason, error in await self._masks.fill(batch.sampled):
             if self._scheduler.abort(sequence):
-                sequence.stream.put(TokenOutput((), FinishReason.ERROR, error))
+                sequence.stream.put(TokenOutput((), reason, error))
         step_input = self._scheduler.step_input(batch, step=release.step, group_tokens=_group_tokens(release))
         is_followed = self._clock.is_shared and STOP not in release.commands
         try:
@@ -265,6 +369,8 @@ class StepLoop:
                 output = await self._executor.step(step_input, self._arrive if is_followed else _nothing)
         except TimeoutError as err:
             raise WorkerFailed(f"step {release.step} was not done after {self._step_deadline_s:g} s") from err
+        except CollectiveFailed as err:
+            await self._await_verdict(release.step, err)
         if output.step != release.step or len(output.token_ids) != len(step_input.sample_rows):
             raise WorkerFailed(
                 f"the worker answered step {release.step}, {len(step_input.sample_rows)} tokens, "
@@ -272,12 +378,21 @@ class StepLoop:
             )
         return output
 
-    def _count_step(self, batch: Batch, *, wait_s: float, released_s: float) -> None:
+    async def _await_verdict(self, step: int, error: CollectiveFailed) -> NoReturn:
+        """A peer is gone, or this replica's connection with it: who, the clock says. Its verdict cuts this off."""
+        self.group.suspended()
+        self._notify()
+        self._clock.fault(step, str(error))
+        await asyncio.sleep(self._step_deadline_s)
+        raise GroupLost(f"no verdict came within {self._step_deadline_s:g} s: {error}") from error
+
+    def _count_step(self, batch: Batch, release: StepRelease, *, waited_s: float, released_s: float) -> None:
         self._step += 1
         self._last_progress_s = self._now_s()
         self._forward_s += self._last_progress_s - released_s
+        self._prefill_skew_tokens += max(release.prefill_tokens) - release.prefill_tokens[self._dp_rank]
         if batch.sequences:
-            self._barrier_wait_s += wait_s
+            self._barrier_wait_s += waited_s
         else:
             self._idle_steps += 1
 

@@ -60,6 +60,43 @@ def mlp_block_width(config: ModelConfig, layer: int) -> int:
     return FP8_BLOCK if kinds == {True} else BLOCK_WIDTH
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSize:
+    """The blocks into which a dense MLP's width, or that of each expert of a layer, is cut: some rows of gate and of
+    up, and as many columns of down."""
+
+    width: int  # columns of a block
+    num_blocks: int
+    partial_columns: int  # of the last block, if it is a partial one; else 0
+    column_bytes: int  # of all three matrices
+    scale_bytes: int  # of one block, whole or partial
+
+    def columns(self, block: int) -> tuple[int, int]:
+        """The first column of a block, and one past its last."""
+        start = block * self.width
+        is_partial = self.partial_columns and block == self.num_blocks - 1
+        return start, start + (self.partial_columns if is_partial else self.width)
+
+    def num_bytes(self, block: int) -> int:
+        """What a block takes in memory."""
+        start, stop = self.columns(block)
+        return (stop - start) * self.column_bytes + self.scale_bytes
+
+
+def block_size(config: ModelConfig, layer: int, dtype: str) -> BlockSize:
+    """That of a layer. `dtype` is what weights that are not FP8 have in memory."""
+    width = config.moe_intermediate_size if config.is_moe(layer) else config.intermediate_size
+    block_width = mlp_block_width(config, layer)
+    is_fp8 = block_width == FP8_BLOCK
+    return BlockSize(
+        width=block_width,
+        num_blocks=-(-width // block_width),
+        partial_columns=width % block_width,
+        column_bytes=3 * config.hidden_size * (1 if is_fp8 else DTYPE_BYTES[dtype]),
+        scale_bytes=3 * -(-config.hidden_size // FP8_BLOCK) * SCALE_BYTES if is_fp8 else 0,
+    )
+
+
 def _place(name: str) -> tuple[str, int, int]:
     """(kind, layer, expert) of a tensor's name."""
     parts = name.split(".")

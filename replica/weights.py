@@ -1,5 +1,8 @@
 """Safetensors -> this rank's tensors. Files are mapped, and only the rank's own slices are read.
 
+They stay open, since blocks of lost replicas are read later. But a page of a mapped file that was read counts as memory
+of this process: every so often all is unmapped, and mapped again when it is needed.
+
 `Shards` says which rows and columns those are: any set of blocks. Every part is copied, and converted on the way,
 straight into the array that serves it: nothing is held twice. FP8 weights stay FP8; their scales become float32.
 """
@@ -7,11 +10,13 @@ straight into the array that serves it: nothing is held twice. FP8 weights stay 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
@@ -22,6 +27,9 @@ from replica.checkpoint import Checkpoint
 from replica.quantization import FP8_BLOCK, SCALE_SUFFIX
 from replica.shards import Ranges, Shards, TensorShard
 from replica.tensor_specs import tensor_specs
+
+_LEAST_OWN_BYTES: Final = 64 * 1024
+_MAPPED_BYTES: Final = 128 * 2**20  # so much is read before it is unmapped
 
 
 class WeightReader:
@@ -44,16 +52,19 @@ class WeightReader:
         `on_progress` is called after each part, with the bytes of the files read so far and all that will be.
         """
         self.shards = shards
+        self.specs = tensor_specs(shards.config, str(dtype).removeprefix("torch."))
         self.weight_bytes = 0  # of the tensors made so far
         self._checkpoint = checkpoint
-        self._specs = tensor_specs(shards.config, str(dtype).removeprefix("torch."))
         self._dtype = dtype
         self._device = device
         self._on_progress = on_progress
         self._read_bytes = 0
-        self._total_bytes = sum(self._file_bytes(name) for name in self._specs)
-        self._stack = ExitStack()
+        self._total_bytes = sum(self._file_bytes(name) for name in self.specs)
+        self._opened = ExitStack()
+        self._descriptors: dict[Path, int] = {}  # what is served stays as it was, whatever becomes of the names
+        self._mapped = ExitStack()
         self._files: dict[Path, Any] = {}
+        self._mapped_bytes = 0  # of them, what was read
 
     def __enter__(self) -> WeightReader:
         return self
@@ -61,8 +72,25 @@ class WeightReader:
     def __exit__(
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.unmap()
+        self._opened.close()
+
+    def unmap(self) -> None:
+        """Gives back the memory of what was read from the files."""
         self._files.clear()
-        self._stack.close()
+        self._mapped.close()
+        self._mapped_bytes = 0
+
+    @contextmanager
+    def reading(self, shards: Shards) -> Iterator[None]:
+        """Reads other shards of the same files meanwhile, and tells nobody of the progress."""
+        own, self.shards = self.shards, shards
+        on_progress, self._on_progress = self._on_progress, lambda done, total: None
+        try:
+            yield
+        finally:
+            self.shards, self._on_progress = own, on_progress
+            self.unmap()
 
     def tensor(self, name: str) -> Tensor:
         """The rank's part of one tensor, padded with zeros where its shard is."""
@@ -81,7 +109,7 @@ class WeightReader:
 
     def shard(self, name: str) -> TensorShard:
         """Which part of a tensor the rank holds."""
-        return self.shards.tensor(name, self._specs[name])
+        return self.shards.tensor(name, self.specs[name])
 
     def experts(self, prefix: str, layer: int) -> ExpertWeights:
         """The rank's parts of the experts `prefix`.0 to `prefix`.E-1, which are those of the layer."""
@@ -106,7 +134,7 @@ class WeightReader:
     def _expert_arrays(self, prefix: str, shards: Sequence[Ranges], suffix: str) -> tuple[Tensor, Tensor]:
         """Gate and up [2 * F_total, H], and down [H * F_total], of weights, or of scales, whose sizes are in blocks."""
         widths = [sum(stop - start for start, stop in shard) for shard in shards]
-        hidden = self._specs[f"{prefix}.0.down_proj.{suffix}"].shape[0]
+        hidden = self.specs[f"{prefix}.0.down_proj.{suffix}"].shape[0]
         gate_up = self._empty(f"{prefix}.0.gate_proj.{suffix}", 2 * sum(widths), hidden)
         down = self._empty(f"{prefix}.0.down_proj.{suffix}", hidden * sum(widths))
         gate_up_parts = torch.split(gate_up, [width for width in widths for _ in range(2)])
@@ -126,7 +154,7 @@ class WeightReader:
             dtype = torch.float32
         elif self.shards.config.is_fp8(name):
             dtype = torch.float8_e4m3fn
-        out = torch.empty(size, dtype=dtype, device=self._device)
+        out = _room(size, dtype, self._device)
         self.weight_bytes += out.nbytes
         return out
 
@@ -146,7 +174,9 @@ class WeightReader:
             for start, stop in columns:
                 target[:, column : column + stop - start].copy_(mapped[:, start:stop])
                 column += stop - start
-        self._read_bytes += out.numel() * entry.num_bytes // max(1, math.prod(entry.shape))
+        num_bytes = out.numel() * entry.num_bytes // max(1, math.prod(entry.shape))
+        self._read_bytes += num_bytes
+        self._mapped_bytes += num_bytes
         self._on_progress(self._read_bytes, self._total_bytes)
 
     def _file_bytes(self, name: str) -> int:
@@ -156,6 +186,21 @@ class WeightReader:
         return num_rows * math.prod(part.shape[1:]) * entry.num_bytes // max(1, math.prod(entry.shape))
 
     def _file(self, path: Path) -> Any:
+        if self._mapped_bytes > _MAPPED_BYTES:
+            self.unmap()
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY)
+            self._opened.callback(os.close, self._descriptors[path])
         if path not in self._files:
-            self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            name = f"/dev/fd/{self._descriptors[path]}"
+            self._files[path] = self._mapped.enter_context(safe_open(name, framework="pt"))
         return self._files[path]
+
+
+def _room(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty tensor. On the CPU one of some size has memory of its own, which goes back to the system when it was
+    packed: between pieces that stay it would leave a gap that the next one may not fit."""
+    num_bytes = math.prod(size) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _LEAST_OWN_BYTES:
+        return torch.empty(size, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(size)

@@ -1,7 +1,9 @@
-"""One rank's process: `python -m replica.worker FRAME_FD LIFELINE_FD`, started by its engine.
+"""One rank's process: `python -m replica.worker FRAME_FD LIFELINE_FD BOARD_FD`, started by its engine.
 
 The main thread reads frames from the socket FRAME_FD and answers them one by one (see replica/frames.py). A second
-thread watches the pipe LIFELINE_FD and ends the process when the engine is gone, whatever the main thread is doing.
+thread watches the pipe LIFELINE_FD, whatever the main thread is doing: a byte in it ends the collective that the rank
+is in, if its epoch is over, and its EOF ends the process, because the engine is gone. A third one shows in the file
+BOARD_FD (rank_board.py) that it runs.
 SIGINT and SIGTERM are ignored: Ctrl-C reaches the whole foreground group, and the engine says when its workers stop.
 
 Exit codes: 0 shut down, 1 a step or the start failed, 2 the setting or checkpoint is at fault. When the engine is gone
@@ -10,33 +12,35 @@ nobody is left to see one.
 
 from __future__ import annotations
 
+import gc
 import logging
-import mmap
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from replica.checkpoint import Checkpoint
-from replica.errors import ConfigError
+from replica.errors import CollectiveFailed, ConfigError, PeerError
 from replica.frames import (
     FRAMES_VERSION,
     HEADER,
+    Aborted,
     Blob,
     Blobs,
+    Connected,
     Failed,
     Frame,
     FrameError,
     Init,
     Progress,
     Ready,
+    Regroup,
     Shutdown,
     StepDone,
     StepInput,
@@ -45,21 +49,21 @@ from replica.frames import (
     decode,
     encode,
 )
-from replica.groups import CollectiveCount, Groups
 from replica.kv_cache import KVCache, num_blocks_in
 from replica.model_config import ModelConfig
 from replica.models.qwen3_moe import Qwen3Moe
+from replica.peers import Peers
 from replica.process_tree import follow_parent
-from replica.rendezvous import Rendezvous
+from replica.rank_board import RankBoard
 from replica.sampler import sample
 from replica.shards import Shards
 from replica.step_tensors import StepTensors
+from replica.takeover import Takeover
 from replica.weights import WeightReader
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.1
-PEER_HOST: Final = "127.0.0.1"  # this rank's address for the others of its group, which are all on this machine
 
 
 class FrameChannel:
@@ -94,11 +98,8 @@ class FrameChannel:
 class Rank:
     """The weights and the cache of one rank, and the forward over them."""
 
-    def __init__(self, init: Init, channel: FrameChannel) -> None:
-        """Checks the checkpoint, loads the weights and reports progress, then waits for the peers' blobs and connects.
-
-        Raises ConfigError if the checkpoint cannot be served so, PeerError if a peer cannot be reached.
-        """
+    def __init__(self, init: Init, board: RankBoard, on_progress: Callable[[int, int], None]) -> None:
+        """Checks the checkpoint and loads the weights. Raises ConfigError if the checkpoint cannot be served so."""
         self.device = torch.device(init.device)
         self.samples = init.layout.local_rank(init.rank) == 0
         dtype: torch.dtype = getattr(torch, init.dtype)
@@ -113,43 +114,63 @@ class Rank:
             block_size=init.block_size,
             max_model_len=init.max_model_len,
         )
-        report = ProgressReport(channel)
-        with WeightReader(checkpoint, shards, dtype=dtype, device=self.device, on_progress=report) as weights:
-            self.model = Qwen3Moe(config, weights, num_positions=init.max_model_len, device=self.device)
-            self.weight_bytes = weights.weight_bytes
+        # It stays: lost replicas' blocks are read later.
+        self._weights = WeightReader(checkpoint, shards, dtype=dtype, device=self.device, on_progress=on_progress)
+        self.model = Qwen3Moe(config, self._weights, num_positions=init.max_model_len, device=self.device)
+        self._weights.unmap()
         self.cache = KVCache(shards, num_blocks=num_blocks, block_size=init.block_size, dtype=dtype, device=self.device)
-        self.groups = Groups.alone() if init.layout.world == 1 else _connect(init, channel, self.device)
+        self.peers = Peers(
+            init.layout,
+            init.rank,
+            device=self.device,
+            peer_host=init.peer_host,
+            timeout_s=init.collective_timeout_s,
+            board=board,
+        )
+        self._takeover = Takeover(shards, init.dtype) if init.layout.dp > 1 else None
+        self._evicted: tuple[tuple[int, ...], ...] = ()  # of which this rank has taken over its share
+        self._reload_s = 0.0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all that it holds."""
+        return self._weights.weight_bytes
+
+    def regroup(self, frame: Regroup) -> Blob:
+        """Lets go of its peers, takes over its share of what the lost ones held, and begins to meet those that live.
+
+        Raises CollectiveFailed if the epoch is over already.
+        """
+        started_s = time.monotonic()
+        known = len(self._evicted)
+        if frame.evicted[:known] != self._evicted:
+            raise PeerError(f"the evictions {frame.evicted} do not go on from {self._evicted}")
+        for replicas in frame.evicted[known:]:
+            assert self._takeover is not None  # somebody lives, so there were several
+            shards = self._takeover.evict(replicas)
+            with self._weights.reading(shards):
+                self.model.take_over(self._weights, shards.layers)
+            self._evicted = (*self._evicted, replicas)
+        self._reload_s = time.monotonic() - started_s
+        return Blob(epoch=frame.epoch, blob=self.peers.meet(frame.epoch, frame.members))
+
+    def connect(self, frame: Blobs) -> Connected:
+        """Connects with the living peers. Raises CollectiveFailed."""
+        self.peers.connect(frame.blobs)
+        return Connected(epoch=frame.epoch, reload_s=self._reload_s, weight_bytes=self.weight_bytes)
 
     def step(self, frame: StepInput) -> StepOutput | StepDone:
-        """One forward; on the replica's first rank, which has the logits, a token for each of the sample rows."""
-        step = StepTensors.from_frame(frame, self.device, self.groups)
-        logits = self.model.forward(step, self.cache, self.groups)  # [N, V]
-        if not self.samples:
-            return StepDone(step=frame.step)
-        token_ids, logprobs = sample(logits, frame)
-        return StepOutput(step=frame.step, token_ids=token_ids, logprobs=logprobs)
+        """One forward; on the replica's first rank, which has the logits, a token for each of the sample rows.
 
-
-def _connect(init: Init, channel: FrameChannel, device: torch.device) -> Groups:
-    """Exchanges blobs with the other ranks, by way of the engines, and connects with them."""
-    rendezvous = Rendezvous(
-        init.layout, init.rank, device=device, peer_host=PEER_HOST, timeout_s=init.collective_timeout_s
-    )
-    channel.send(Blob(blob=rendezvous.blob()))
-    answer = channel.receive()
-    if answer is None or isinstance(answer, Shutdown):
-        raise BrokenPipeError("the engine is gone")
-    if not isinstance(answer, Blobs):
-        raise FrameError(f"expected Blobs, got {type(answer).__name__}")
-    count = CollectiveCount() if init.count_fd < 0 else CollectiveCount(_shared_count(init))
-    return rendezvous.connect(answer.blobs, count)
-
-
-def _shared_count(init: Init) -> NDArray[np.int64]:
-    """This rank's own count of the file that its engine reads for the beats."""
-    counts = np.frombuffer(mmap.mmap(init.count_fd, 8 * init.attn_tp), np.int64)
-    local_rank = init.layout.local_rank(init.rank)
-    return counts[local_rank : local_rank + 1]
+        Raises CollectiveFailed when the ranks did not do it together.
+        """
+        with self.peers.together() as groups:
+            step = StepTensors.from_frame(frame, self.device, groups)
+            logits = self.model.forward(step, self.cache, groups)  # [N, V]
+            if not self.samples:
+                return StepDone(step=frame.step)
+            token_ids, logprobs = sample(logits, frame)
+            return StepOutput(step=frame.step, token_ids=token_ids, logprobs=logprobs)
 
 
 class ProgressReport:
@@ -166,8 +187,8 @@ class ProgressReport:
             self._channel.send(Progress(done_bytes=done_bytes, total_bytes=total_bytes))
 
 
-def _start(channel: FrameChannel) -> Rank | None:
-    """Waits for Init, loads and connects. None if the engine went away instead."""
+def _start(channel: FrameChannel, wake: Wake, board_fd: int) -> Rank | None:
+    """Waits for Init and loads. None if the engine went away instead."""
     init = channel.receive()
     if init is None or isinstance(init, Shutdown):
         return None
@@ -180,23 +201,52 @@ def _start(channel: FrameChannel) -> Rank | None:
         torch.cuda.set_device(init.device)  # kernels launch on the current device
     else:
         raise ConfigError(f"--device is {init.device}, and torch finds no CUDA device; use --device cpu")
-    rank = Rank(init, channel)
+    board = RankBoard(init.attn_tp, board_fd)
+    board.keep_beating(init.layout.local_rank(init.rank))
+    rank = Rank(init, board, ProgressReport(channel))
+    wake.call = rank.peers.release_older
+    gc.freeze()  # what is here stays; a collection that walked through it would take as long as a step
     load_s = time.monotonic() - started_s
     channel.send(Ready(num_blocks=rank.cache.num_blocks, weight_bytes=rank.weight_bytes, load_s=load_s))
     return rank
 
 
+class Wake:
+    """What a byte in the lifeline calls, once there is something to call."""
+
+    def __init__(self) -> None:
+        self.call: Callable[[], None] = lambda: None
+
+    def __call__(self) -> None:
+        self.call()
+
+
 @torch.inference_mode()
-def serve(channel: FrameChannel) -> None:
+def serve(channel: FrameChannel, wake: Wake, board_fd: int) -> None:
     """Answers frames until Shutdown or until the engine closes its end."""
-    rank = _start(channel)
+    rank = _start(channel, wake, board_fd)
     while rank is not None:
         frame = channel.receive()
         if frame is None or isinstance(frame, Shutdown):
             return
-        if not isinstance(frame, StepInput):
-            raise FrameError(f"expected StepInput, got {type(frame).__name__}")
-        channel.send(rank.step(frame))
+        channel.send(_answer(rank, frame))
+
+
+def _answer(rank: Rank, frame: Frame) -> Frame:
+    """What comes of a frame that asks for something."""
+    try:
+        match frame:
+            case StepInput():
+                return rank.step(frame)
+            case Regroup():
+                return rank.regroup(frame)
+            case Blobs():
+                return rank.connect(frame)
+            case _:
+                raise FrameError(f"expected a step or an epoch, got {type(frame).__name__}")
+    except CollectiveFailed as err:
+        step = frame.step if isinstance(frame, StepInput) else -1
+        return Aborted(epoch=rank.peers.epoch, step=step, error=str(err))
 
 
 def _tell(channel: FrameChannel, failed: Failed) -> None:
@@ -208,15 +258,17 @@ def _tell(channel: FrameChannel, failed: Failed) -> None:
 
 def main(argv: list[str]) -> int:
     """The process: returns its exit code."""
-    frame_fd, lifeline_fd = (int(value) for value in argv)
+    frame_fd, lifeline_fd, board_fd = (int(value) for value in argv)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # Triton's default differs between releases
-    follow_parent(lifeline_fd)
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else torch ends this process for what `release` is there for
+    wake = Wake()
+    follow_parent(lifeline_fd, wake)
     channel = FrameChannel(socket.socket(fileno=frame_fd))
     try:
-        serve(channel)
+        serve(channel, wake, board_fd)
     except ConfigError as err:
         _tell(channel, Failed(error=str(err), is_config=True))
         return 2

@@ -50,14 +50,14 @@ def free_port() -> int:
 class Command:
     """One started command. Its output, and that of all its processes, is in `log_file`."""
 
-    def __init__(self, argv: list[str], log_file: Path) -> None:
+    def __init__(self, argv: list[str], log_file: Path, *, stdin: int = subprocess.DEVNULL) -> None:
         self.argv, self.log_file = argv, log_file
         self.mark = uuid.uuid4().hex
         with log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 argv,
                 cwd=ROOT,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"},
@@ -142,9 +142,10 @@ class Commands:
         self.folder = folder
         self.started: list[Command] = []
 
-    def start(self, *argv: str) -> Command:
+    def start(self, *argv: str, stdin: int = subprocess.DEVNULL) -> Command:
         """Starts a command without waiting for it."""
-        command = Command(list(argv), self.folder / f"{len(self.started)}-{Path(argv[0]).name}.log")
+        log_file = self.folder / f"{len(self.started)}-{Path(argv[0]).name}.log"
+        command = Command(list(argv), log_file, stdin=stdin)
         self.started.append(command)
         return command
 

@@ -9,8 +9,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
 
 from tests.commands import DEMO_MODEL, Commands
+
+# pytest limits each test's time; how long one example takes says how busy the machine is.
+settings.register_profile("lockstep", deadline=None)
+settings.load_profile("lockstep")
 
 
 @pytest.fixture

@@ -21,12 +21,11 @@ from typing import Any, Final
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
-from tests.model_replica import model_replica
+from tests.probed_replica import probed_replica
 from tests.request_bodies import GOOD
 
 AT_ONCE: Final = 6
 PATIENCE_S: Final = 5.0  # then the client hangs up
-PROBE: Final[dict[str, Any]] = {"prompt": "What is 1 + 2?", "max_tokens": 16, "ignore_eos": True, "temperature": 0}
 NASTY: Final[list[Any]] = [
     *(None, True, False, 0, -1, 1, 3.5, 1e308, -1e308, float("nan"), float("inf"), 2**31, 2**63, 2**64, 10**100),
     *("", "x", "auto", "required", "\ud800", "\udfff\ud800", "\x00", "\u2028", "\N{ROCKET}" * 100, "a" * 20_000),
@@ -64,7 +63,8 @@ class Report:
 
     statuses: Counter[int] = field(default_factory=Counter)
     hung_up: int = 0
-    probes: int = 0
+    probes: int = 0  # streams beside them
+    longest_gap_s: float = 0.0  # in one of those
     failures: list[str] = field(default_factory=list)
 
 
@@ -110,31 +110,22 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 async def fuzz(num_bodies: int, seed: int) -> Report:
-    """Sends so many bodies to a replica of its own. It is an error if that has anything left to do afterwards."""
+    """Sends so many bodies to a replica of its own. It is an error if that has anything left to do afterwards, or if
+    the stream beside says anything else than before."""
     report = Report()
     bodies = iter(range(num_bodies))
-    async with model_replica(max_model_len=192) as replica, ClientSession(timeout=ClientTimeout(PATIENCE_S)) as session:
-        expected = await _probe(session, replica.url)
-        done = asyncio.Event()
+    async with (
+        probed_replica(max_model_len=192) as (replica, probe),
+        ClientSession(timeout=ClientTimeout(PATIENCE_S)) as session,
+    ):
 
         async def client() -> None:
             for number in bodies:
                 path, raw = mutated(random.Random(f"{seed}/{number}"))
                 await _send(session, replica.url + path, raw, report, f"seed {seed} body {number} {path}")
 
-        async def watch() -> None:
-            while not done.is_set():
-                report.probes += 1
-                said = await _probe(session, replica.url)
-                if said != expected:
-                    report.failures.append(f"the probe said {said!r} instead of {expected!r}")
-                await asyncio.sleep(0.05)
-
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(watch())
-            await asyncio.gather(*(client() for _ in range(AT_ONCE)))
-            done.set()
-            await watching
+        await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+    report.probes, report.longest_gap_s = probe.num_streams, probe.longest_gap_s
     return report
 
 
@@ -155,15 +146,6 @@ async def _send(session: ClientSession, url: str, raw: bytes, report: Report, na
         report.failures.append(f"{name}: {response.status} without a message")
 
 
-async def _probe(session: ClientSession, url: str) -> str:
-    async with session.post(
-        url + "/v1/completions", json={**PROBE, "stream": True}, timeout=ClientTimeout(60)
-    ) as answer:
-        events = [line.removeprefix("data: ") for line in (await answer.text()).split("\n\n") if line]
-    assert events[-1] == "[DONE]", events
-    return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bodies", type=int, default=20_000)
@@ -173,22 +155,10 @@ def main() -> int:
     report = asyncio.run(fuzz(args.bodies, args.seed))
     for failure in report.failures:
         print(failure, file=sys.stderr)
-    counts: dict[str, Any] = {
-        "bodies": args.bodies,
-        "seed": args.seed,
-        "statuses": report.statuses,
-        "hung_up": report.hung_up,
-    }
-    print(
-        json.dumps(
-            {
-                **counts,
-                "probes": report.probes,
-                "failures": len(report.failures),
-                "s": round(time.monotonic() - started_s),
-            }
-        )
-    )
+    counts = {"bodies": args.bodies, "seed": args.seed, "statuses": report.statuses, "hung_up": report.hung_up}
+    beside = {"probes": report.probes, "longest_gap_s": round(report.longest_gap_s, 2)}
+    took_s = round(time.monotonic() - started_s)
+    print(json.dumps({**counts, **beside, "failures": len(report.failures), "s": took_s}))
     return 1 if report.failures else 0
 
 

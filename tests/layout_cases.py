@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,20 @@ from typing import Any, Final
 import torch
 
 from replica.layout import Layout
+from replica.model_config import ModelConfig
+from replica.takeover import weight_bytes_after
+from replica.tensor_specs import tensor_specs
 from tests.checkpoints import Variant, write_checkpoint, write_fp8_checkpoint
-from tests.layout_driver import Comparison, Reference, Script, compare, make_reference, make_script
+from tests.layout_driver import (
+    Comparison,
+    Evictions,
+    Reference,
+    Script,
+    compare,
+    make_reference,
+    make_script,
+    run_in_threads,
+)
 
 DEMO_MODEL: Final = Path(__file__).parents[1] / "deploy" / "models" / "tiny-moe"
 WORLDS: Final = (1, 2, 3, 4, 6, 8)
@@ -76,6 +89,17 @@ CASES: Final = {
 FLOAT32_BOUND: Final = 1e-4
 
 
+def evictions(layout: Layout, seed: int) -> list[Evictions]:
+    """None; one replica; two, one after the other; two at once: as far as there are as many and one is left."""
+    some = random.Random(seed).sample(range(layout.dp), layout.dp)
+    found: list[Evictions] = [()]
+    if layout.dp > 1:
+        found.append(([some[0]],))
+    if layout.dp > 2:
+        found += [([some[0]], [some[1]]), (some[:2],)]
+    return found
+
+
 class Checked:
     """A case's checkpoint and reference, against which layouts are checked."""
 
@@ -83,19 +107,36 @@ class Checked:
         self.case = case
         self.folder = case.write(folder)
         self.reference: Reference = make_reference(self.folder, case.dtype)
+        self.config = ModelConfig.load(self.folder)
+        self.specs = tensor_specs(self.config, self.dtype)
         self.bound = case.bound * float(torch.cat(self.reference.logits).std()) or FLOAT32_BOUND
         self.num_places = 0
         self.near_ties = 0
         self.largest_error = 0.0
 
     @property
+    def dtype(self) -> str:
+        """Of what is not FP8, by name."""
+        return str(self.case.dtype).removeprefix("torch.")
+
+    @property
     def pinned(self) -> Reference | None:
         """Whose experts the tokens are to have."""
         return self.reference if self.case.is_pinned else None
 
-    def script(self, layout: Layout, seed: int = 0) -> Script:
+    def script(self, layout: Layout, seed: int = 0, evicted: Evictions = ()) -> Script:
         """What the replicas of the layout compute."""
-        return make_script(self.reference, layout, seed)
+        return make_script(self.reference, layout, seed, evicted)
+
+    def run_in_threads(self, layout: Layout, seed: int = 0, evicted: Evictions = ()) -> None:
+        """Checks a layout with threads for ranks, and that it then holds the bytes that are planned."""
+        script = self.script(layout, seed, evicted)
+        runs = run_in_threads(self.folder, layout, script, self.case.dtype, self.pinned, evicted)
+        self.check(layout, script, [run.logits for run in runs])
+        planned = weight_bytes_after(self.config, layout, self.specs, self.dtype, evicted)
+        assert {rank: runs[rank].weight_bytes for rank in planned} == {
+            rank: sum(kinds.values()) for rank, kinds in planned.items()
+        }
 
     def check(self, layout: Layout, script: Script, logits: list[list[torch.Tensor]]) -> None:
         """Fails unless the logits [world][steps] are within the bound and the argmax is the reference's beyond it."""

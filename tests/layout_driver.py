@@ -10,6 +10,7 @@ decides otherwise sends the token through other experts, and then no bound on it
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ PROMPT_LENS: Final = (1, 23, 3, 9, 17, 2, 30, 6)
 NUM_OUTPUT: Final = 3
 DEADLINE_S: Final = 60.0
 
+Evictions = Sequence[Sequence[int]]  # the replicas (dp ranks) of each
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -51,6 +54,11 @@ class Script:
 
     frames: list[list[StepInput]]  # [steps][dp]
     places: list[list[list[tuple[int, int]]]]  # [steps][dp] (sequence, position) of each row
+
+    def parts(self, count: int) -> list[Script]:
+        """It, cut into so many scripts of as many steps, but for the last."""
+        bounds = [len(self.frames) * part // count for part in range(count + 1)]
+        return [Script(self.frames[a:b], self.places[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 def make_reference(folder: Path, dtype: torch.dtype) -> Reference:
@@ -107,15 +115,20 @@ class _PinnedRouter:
         return torch.stack(logits) if logits else x.new_zeros(0, self._reference.routing[0][self._layer].shape[1])
 
 
-def make_script(reference: Reference, layout: Layout, seed: int) -> Script:
-    """Deals the sequences to the replicas at random, and their tokens to steps. Each fifth time a replica idles."""
+def make_script(reference: Reference, layout: Layout, seed: int, evicted: Evictions = ()) -> Script:
+    """Deals the sequences to the replicas at random, and their tokens to steps. Each fifth time a replica idles.
+
+    Replicas that will be evicted have no sequences, but take part until then.
+    """
     draw = random.Random(seed)
     replicas: list[list[Driven]] = [[] for _ in range(layout.dp)]
+    lost = {dp_rank for together in evicted for dp_rank in together}
+    surviving = [sequences for dp_rank, sequences in enumerate(replicas) if dp_rank not in lost]
     numbers: dict[Driven, int] = {}
     for number, (token_ids, prompt_len) in enumerate(zip(reference.sequences, reference.prompt_lens, strict=True)):
         s = Driven(token_ids, prompt_len)
         numbers[s] = number
-        draw.choice(replicas).append(s)
+        draw.choice(surviving).append(s)
     free = [shuffled_blocks(NUM_BLOCKS, seed + dp_rank) for dp_rank in range(layout.dp)]
     frames, places = [], []
     while any(s.num_computed < len(s.token_ids) for s in numbers):
@@ -163,20 +176,51 @@ def run_rank(model: RankModel, groups: Groups, script: Script, pinned: Reference
     return logits
 
 
-def run_in_threads(
-    folder: Path, layout: Layout, script: Script, dtype: torch.dtype, pinned: Reference | None = None
-) -> list[list[Tensor]]:
-    """[world][steps] logits, with the ranks as threads. A rank that raises, or waits too long, fails them all."""
-    meetings = {ranks: _Meeting(len(ranks)) for rank in range(layout.world) for ranks in shared_groups(layout, rank)}
+@dataclass(frozen=True)
+class RankRun:
+    """What a rank found until it was evicted, or to the end."""
 
-    def rank_main(rank: int) -> list[Tensor]:
-        transports: dict[tuple[int, ...], Transport] = {
-            ranks: MemoryTransport(meetings[ranks], ranks.index(rank)) for ranks in shared_groups(layout, rank)
-        }
+    logits: list[Tensor]  # of each step
+    weight_bytes: int
+
+
+def run_in_threads(
+    folder: Path,
+    layout: Layout,
+    script: Script,
+    dtype: torch.dtype,
+    pinned: Reference | None = None,
+    evicted: Evictions = (),
+) -> list[RankRun]:
+    """[world] with the ranks as threads. A rank that raises, or waits too long, fails them all.
+
+    The evictions come one by one, at equal distances in the script. Replicas that are evicted stop before it; the
+    others take over and go on with the caches that they have.
+    """
+    membership = [_members(layout, evicted[:epoch]) for epoch in range(len(evicted) + 1)]
+    meetings = {
+        (epoch, ranks): _Meeting(len(ranks))
+        for epoch, members in enumerate(membership)
+        for rank in range(layout.world)
+        for ranks in shared_groups(layout, rank, members)
+    }
+
+    def rank_main(rank: int) -> RankRun:
         try:
             model = RankModel(folder, layout, rank, num_blocks=NUM_BLOCKS, dtype=dtype)
-            groups = Groups.connect(layout, rank, transports, CollectiveCount())
-            return run_rank(model, groups, script, pinned)
+            logits: list[Tensor] = []
+            for epoch, (members, part) in enumerate(zip(membership, script.parts(len(membership)), strict=True)):
+                if layout.dp_rank(rank) not in members:
+                    break
+                if epoch:
+                    model.take_over(evicted[epoch - 1])
+                transports: dict[tuple[int, ...], Transport] = {
+                    ranks: MemoryTransport(meetings[epoch, ranks], ranks.index(rank))
+                    for ranks in shared_groups(layout, rank, members)
+                }
+                groups = Groups.connect(layout, rank, transports, CollectiveCount(), members)
+                logits += run_rank(model, groups, part, pinned)
+            return RankRun(logits, model.weight_bytes)
         except BaseException:
             for meeting in meetings.values():
                 meeting.barrier.abort()
@@ -189,6 +233,11 @@ def run_in_threads(
     if cause is not None:
         raise cause
     return [run.result() for run in runs]
+
+
+def _members(layout: Layout, evicted: Evictions) -> list[int]:
+    lost = {dp_rank for together in evicted for dp_rank in together}
+    return [dp_rank for dp_rank in range(layout.dp) if dp_rank not in lost]
 
 
 class _Meeting:

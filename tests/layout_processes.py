@@ -1,4 +1,4 @@
-"""Ranks as real processes that are connected by gloo, for one layout after another.
+"""Ranks as real processes that are connected by TCP, for one layout after another.
 
 They are forked from a server that has imported torch once, so that eight of them start in the time of one.
 """
@@ -103,6 +103,7 @@ def _run(job: Job, connection: Connection) -> Result:
     count = CollectiveCount()
     groups = rendezvous.connect(pickle.loads(connection.recv_bytes()), count)
     logits = run_rank(model, groups, job.script, job.pinned)
+    rendezvous.close()
     return Result(logits, count.value, model.weight_bytes)
 
 

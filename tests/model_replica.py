@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from aiohttp import web
 
+from replica.api.chat import ChatTemplate
 from replica.api.served_model import ServedModel
 from replica.api.server import build_app
 from replica.config import ReplicaConfig
@@ -79,19 +81,32 @@ class ModelReplica:
 
 @asynccontextmanager
 async def model_replica(
-    folder: Path = DEMO_MODEL, *, max_num_seqs: int = 32, max_num_batched_tokens: int = 512, **settings: Any
+    folder: Path = DEMO_MODEL,
+    *,
+    max_num_seqs: int = 32,
+    max_num_batched_tokens: int = 512,
+    num_blocks: int = NUM_BLOCKS,
+    chat_template: str | None = None,
+    **settings: Any,
 ) -> AsyncIterator[ModelReplica]:
-    """A replica of the demo model, float32, on a free port. At its end nothing may be left in scheduler or cache."""
+    """A replica of the demo model, float32, on a free port. At its end nothing may be left in scheduler or cache.
+
+    `chat_template` is a source to have instead of the checkpoint's.
+    """
     config = ReplicaConfig(
         model=folder, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **settings
     )
     model = ServedModel.load(config, ModelConfig.load(folder))
-    rank = RankModel(folder, Layout(), 0, num_blocks=NUM_BLOCKS)
+    if chat_template is not None:
+        model = dataclasses.replace(model, chat_template=ChatTemplate.compile({"default": chat_template}, {}))
+    rank = RankModel(folder, Layout(), 0, num_blocks=num_blocks)
     scheduler = Scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=model.max_model_len,
         block_size=config.block_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        has_prefix_cache=not config.no_prefix_cache,
     )
     loop = StepLoop(
         scheduler=scheduler,
@@ -101,7 +116,7 @@ async def model_replica(
         progress_deadline_s=60.0,
         startup_timeout_s=60.0,
     )
-    loop.add_blocks(NUM_BLOCKS)
+    loop.add_blocks(num_blocks)
     lifecycle = Lifecycle(state=EngineState.READY)
     runner = web.AppRunner(
         build_app(config=config, model=model, loop=loop, lifecycle=lifecycle),
@@ -117,7 +132,7 @@ async def model_replica(
         served = ModelReplica(f"http://127.0.0.1:{port}", loop, model, rank)
         yield served
         assert not running.done(), running.exception()
-        await served.until(lambda: not loop.num_unfinished and loop.stats().free_blocks == NUM_BLOCKS)
+        await served.until(lambda: not loop.num_unfinished and loop.stats().free_blocks == num_blocks)
     finally:
         running.cancel()
         await runner.cleanup()

@@ -73,6 +73,24 @@ GOOD: Final[list[tuple[str, dict[str, Any]]]] = [
             },
         },
     ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "developer", "content": "d"}, USER, {"role": "assistant", "content": "I "}],
+            **{"continue_final_message": True, "add_generation_prompt": False, "max_completion_tokens": 3, "seed": 1},
+            **{"stop": "x", "include_stop_str_in_output": True, "skip_special_tokens": False, "return_token_ids": True},
+            **{"reasoning_effort": "low", "frequency_penalty": 0.5, "top_p": 0.9, "temperature": 1, "user": "u"},
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [USER],
+            **{"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}, "max_tokens": 3},
+            **{"parallel_tool_calls": False, "response_format": {"type": "json_object"}, "stream": True},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        },
+    ),
     ("/v1/completions", {"prompt": [[16, 17], [17]], "max_tokens": 3, "stream": True, "stop_token_ids": [5]}),
     (
         "/v1/responses",
@@ -102,6 +120,41 @@ GOOD: Final[list[tuple[str, dict[str, Any]]]] = [
                 "thinking": {"type": "disabled"},
                 "stop_sequences": ["x"],
             },
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "r"},
+            ],
+            **{"tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}], "max_output_tokens": 3},
+            **{"tool_choice": {"type": "function", "name": "f"}, "metadata": {"k": "v"}, "parallel_tool_calls": False},
+            "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}},
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}],
+                },
+                USER,
+            ],
+            **{
+                "max_tokens": 3,
+                "stream": True,
+                "thinking": {"type": "enabled"},
+                "system": [{"type": "text", "text": "s"}],
+            },
+            "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}, "type": "custom"}],
+            "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
         },
     ),
     ("/v1/messages/count_tokens", {"messages": [USER], "tool_choice": {"type": "auto"}}),

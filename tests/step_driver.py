@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,7 @@ from replica.model_config import ModelConfig
 from replica.models.qwen3_moe import Qwen3Moe
 from replica.shards import Shards
 from replica.step_tensors import StepTensors
+from replica.takeover import Takeover
 from replica.weights import WeightReader
 
 CPU: Final = torch.device("cpu")
@@ -36,10 +38,21 @@ class RankModel:
         checkpoint.check(self.config)
         layout.check(self.config)
         shards = Shards(self.config, layout, rank)
-        with WeightReader(checkpoint, shards, dtype=dtype, device=CPU, on_progress=lambda done, total: None) as weights:
-            self.model = Qwen3Moe(self.config, weights, num_positions=self.config.max_model_len, device=CPU)
-            self.weight_bytes = weights.weight_bytes
+        self._weights = WeightReader(checkpoint, shards, dtype=dtype, device=CPU, on_progress=lambda done, total: None)
+        self.model = Qwen3Moe(self.config, self._weights, num_positions=self.config.max_model_len, device=CPU)
+        self._takeover = Takeover(shards, str(dtype).removeprefix("torch."))
         self.cache = KVCache(shards, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=dtype, device=CPU)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all that it holds."""
+        return self._weights.weight_bytes
+
+    def take_over(self, replicas: Sequence[int]) -> None:
+        """These replicas (dp ranks) were evicted together."""
+        taken = self._takeover.evict(replicas)
+        with self._weights.reading(taken):
+            self.model.take_over(self._weights, taken.layers)
 
     @torch.inference_mode()
     def forward(self, frame: StepInput, groups: Groups) -> Tensor:

@@ -11,6 +11,7 @@ from enum import Enum, auto
 
 from replica.api.choice import Choice, Delta
 from replica.api.openai_answers import call_id
+from replica.api.tools import CallDelta
 
 
 class Kind(Enum):
@@ -52,25 +53,24 @@ class Blocks:
         """What a delta changes, in order; with Change.MORE comes the piece of text."""
         if delta.reasoning:
             yield from self._add(Kind.REASONING, delta.reasoning)
-        if delta.content:
-            yield from self._add(Kind.TEXT, delta.content)
-        for call in delta.calls:
-            if call.name is not None:
-                yield from self._end()
-                block = Block(
-                    Kind.CALL,
-                    len(self.blocks),
-                    call_index=call.index,
-                    name=call.name,
-                    call_id=call_id(choice, call.index),
-                )
-                yield from self._begin(block)
-            if call.arguments:
-                yield from self._more(self._of_call(call.index), call.arguments)
+        for part in delta.said.parts:
+            if isinstance(part, str):
+                yield from self._add(Kind.TEXT, part)
+            else:
+                yield from self._add_call(choice, part)
         if delta.finish_reason is not None:
             if not self.blocks:
                 yield from self._begin(Block(Kind.TEXT, 0))  # an answer has at least one
             yield from self._end()
+
+    def _add_call(self, choice: Choice, call: CallDelta) -> Iterator[tuple[Change, Block, str]]:
+        if call.name is not None:
+            yield from self._end()
+            call_index, index = call.index, len(self.blocks)
+            block = Block(Kind.CALL, index, "", call_index, call.name, call_id(choice, call_index))
+            yield from self._begin(block)
+        if call.arguments:
+            yield from self._more(self._of_call(call.index), call.arguments)
 
     def _add(self, kind: Kind, text: str) -> Iterator[tuple[Change, Block, str]]:
         if not (self._is_open and self.blocks[-1].kind is kind):

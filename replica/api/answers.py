@@ -85,15 +85,20 @@ class Answer:
         return [said[choice.index] for choice in self._choices]
 
 
-def usage_of(choices: list[Choice], *, num_choices: int) -> Json:
-    """OpenAI's usage. Of `num_choices` choices each, which have one prompt together, that prompt counts once."""
-    prompt_tokens = sum(len(choice.prompt.token_ids) for choice in choices[::num_choices])
-    completion_tokens = sum(choice.num_tokens for choice in choices)
-    reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices)
+def usage_of(choices: list[Choice], *, num_choices: int, is_begun: bool = True) -> Json:
+    """OpenAI's usage. Of `num_choices` choices each, which have one prompt together, that prompt counts once.
+
+    `is_begun`: false for what stands in a stream before its first token.
+    """
+    prompts = choices[::num_choices]
+    prompt_tokens = sum(len(choice.prompt.token_ids) for choice in prompts)
+    cached_tokens = sum(choice.sequence.num_cached or 0 for choice in prompts)
+    completion_tokens = sum(choice.num_tokens for choice in choices) if is_begun else 0
+    reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices) if is_begun else 0
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},  # there is no prefix cache; clients expect the field
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }

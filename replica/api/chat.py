@@ -1,33 +1,34 @@
 """The checkpoint's chat template: OpenAI's messages and tools -> the text of a prompt.
 
-A template is a Jinja program that came with the checkpoint. It runs in jinja2's sandbox with what transformers'
+A template is a Jinja program that came with the checkpoint. It runs (template_sandbox.py) with what transformers'
 `apply_chat_template` gives it, so that it renders the same text; tests compare the two. Whatever it raises is the
 request's own error, and both its time and its output are bounded.
+
+Most conversations render in well under a millisecond, so that is done on the event loop. What takes longer, or is
+large, is done from the beginning in one of a few threads, which no other work waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import datetime
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
 from replica.api.generation_config import read_json_object, special_tokens
+from replica.api.template_sandbox import OutOfTime, Sandbox, Timer, render
 from replica.errors import BadRequest, CheckpointError
 
 RENDER_DEADLINE_S: Final = 5.0  # a template that runs longer is broken, or its input was made to break it
-SMALL_INPUT_CHARS: Final = 16 * 1024  # messages up to this size render in about 1 ms, on the event loop
+ON_LOOP_S: Final = 0.01  # the most that a rendering may take of the event loop's time
+SMALL_INPUT_CHARS: Final = 16 * 1024  # messages up to this size render in about 1 ms
+NUM_THREADS: Final = 2
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")  # what clients use; templates read the first
 _CONTINUED_HERE: Final = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers; the space tells whether content is trimmed
 
@@ -49,6 +50,9 @@ class ChatTemplate:
     templates: Mapping[str, jinja2.Template]
     sources: Mapping[str, str]
     special_tokens: Mapping[str, str]  # `bos_token` and the like, as variables
+    threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="template")
+    )
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate | None:
@@ -65,11 +69,11 @@ class ChatTemplate:
     @classmethod
     def compile(cls, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> ChatTemplate:
         """Compiles templates by name. Raises CheckpointError for one that is no Jinja."""
-        environment = _environment()
+        sandbox = Sandbox()
         templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
-                templates[name] = environment.from_string(source)
+                templates[name] = sandbox.template(source)
             except jinja2.TemplateSyntaxError as err:
                 raise CheckpointError(f"chat template {name!r}, line {err.lineno}: {err.message}") from err
         return cls(templates, dict(sources), dict(special_tokens))
@@ -87,63 +91,62 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         max_chars: int,
+        timer: Timer,
     ) -> str:
         """The prompt's text, ending where the assistant is to begin, or with the last message to be continued.
 
         `kwargs` are further variables of the template.
 
-        Raises BadRequest for whatever the template raises or when it takes too long, TooManyCharacters for a text of
-        more than `max_chars`.
+        Raises BadRequest for whatever the template raises, TooManyCharacters for a text of more than `max_chars`,
+        OutOfTime.
         """
         name = "tool_use" if tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
             raise BadRequest(f"the model has no default chat template, only {sorted(self.templates)}", param="messages")
-        variables = {**self.special_tokens, **(kwargs or {})}
-        deadline_s = time.monotonic() + RENDER_DEADLINE_S
         shown: list[Message] = []
         for message in messages:
             shown.append(_for_template(message))
-            _check_time(deadline_s)
+            timer.check()
         if continue_final_message:
             shown[-1] = _with_mark(shown[-1])
-        variables |= {
+        variables = {
+            **self.special_tokens,
+            **(kwargs or {}),
             "messages": shown,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = _collect(self.templates[name], variables, max_chars, deadline_s)
+            text = _collect(self.templates[name], variables, max_chars, timer)
             return _cut_at_mark(text) if continue_final_message else text
-        except (BadRequest, TooManyCharacters):
+        except (BadRequest, TooManyCharacters, OutOfTime):
             raise
         except Exception as err:  # a template may raise anything: it is a program, and this request is its input
             raise BadRequest(
                 f"the chat template refused the messages: {type(err).__name__}: {str(err)[:500]}", param="messages"
             ) from err
 
-    async def render_off_loop(
-        self,
-        messages: list[Message],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        max_chars: int,
-        input_chars: int,
-    ) -> str:
-        """`render`, in a thread when the input is large."""
-        render = partial(
-            self.render,
-            messages,
-            tools=tools,
-            kwargs=kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            max_chars=max_chars,
-        )
-        return render() if input_chars < SMALL_INPUT_CHARS else await asyncio.to_thread(render)
+    async def render_off_loop(self, messages: list[Message], *, input_chars: int, **options: Any) -> str:
+        """`render` with its other options, which takes little of the event loop's time, whatever the template does.
+
+        Raises BadRequest, also when it takes too long, and TooManyCharacters.
+        """
+        text = partial(self.render, messages, **options)
+        if input_chars < SMALL_INPUT_CHARS:
+            try:
+                return text(timer=Timer(ON_LOOP_S, is_beside=False))
+            except OutOfTime:
+                pass  # not so small after all
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.threads, lambda: text(timer=_long_timer()))
+        except OutOfTime as err:
+            raise BadRequest(f"the chat template took more than {RENDER_DEADLINE_S:g} s", param="messages") from err
+
+
+def _long_timer() -> Timer:
+    """To be made in the thread: the time begins when the rendering does."""
+    return Timer(RENDER_DEADLINE_S, is_beside=True)
 
 
 def _with_mark(message: Message) -> Message:
@@ -161,20 +164,14 @@ def _cut_at_mark(text: str) -> str:
     return text[:start] if text.startswith(_CONTINUED_HERE, start) else text[:start].rstrip()
 
 
-def _check_time(deadline_s: float) -> None:
-    if time.monotonic() > deadline_s:
-        raise BadRequest(f"the chat template took more than {RENDER_DEADLINE_S:g} s", param="messages")
-
-
-def _collect(template: jinja2.Template, variables: dict[str, Any], max_chars: int, deadline_s: float) -> str:
+def _collect(template: jinja2.Template, variables: dict[str, Any], max_chars: int, timer: Timer) -> str:
     pieces: list[str] = []
     num_chars = 0
-    for piece in template.generate(variables):
+    for piece in render(template, variables, timer):
         pieces.append(piece)
         num_chars += len(piece)
         if num_chars > max_chars:
             raise TooManyCharacters(num_chars)
-        _check_time(deadline_s)
     return "".join(pieces)
 
 
@@ -230,44 +227,3 @@ def _configured_templates(folder: Path) -> dict[str, str]:
             f"{folder / 'tokenizer_config.json'}: chat_template must be a string or a list of objects with the keys "
             "name and template"
         ) from err
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What transformers renders templates in."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's part for training; here its body is just rendered."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The statements between the tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own escapes HTML, which a model has never seen.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

@@ -16,8 +16,8 @@ from replica.api.openai_api import Prompt
 from replica.api.reasoning import ReasoningSplitter
 from replica.api.stop_strings import StopStrings
 from replica.api.tokenizer import Detokenizer
-from replica.api.tools import CallDelta, ToolSplitter
-from replica.errors import GenerationFailed, Interrupted
+from replica.api.tools import Said, ToolSplitter
+from replica.errors import GrammarFailed, Interrupted
 from replica.request import FinishReason, Sequence, TokenLogprobs, TokenOutput
 
 TOOL_CALLS: Final = "tool_calls"  # the finish reason of an answer that calls tools
@@ -27,9 +27,8 @@ TOOL_CALLS: Final = "tool_calls"  # the finish reason of an answer that calls to
 class Delta:
     """What one output adds to a choice. `finish_reason` is set in the last one only."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    reasoning: str = ""  # before all else
+    said: Said = field(default_factory=Said)
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
@@ -38,7 +37,7 @@ class Delta:
     @property
     def has_text(self) -> bool:
         """Whether it says anything."""
-        return bool(self.content or self.reasoning or self.calls)
+        return bool(self.reasoning or self.said.parts)
 
 
 class Choice:
@@ -74,10 +73,10 @@ class Choice:
         return self.sequence.choice
 
     def push(self, output: TokenOutput) -> Delta:
-        """The text of these tokens. Raises GenerationFailed, Interrupted when the sequence ended without an answer."""
-        if output.finish_reason is FinishReason.ERROR:
-            self.finish_reason = FinishReason.ERROR
-            raise GenerationFailed(output.error or "the step failed")
+        """The text of these tokens. Raises GrammarFailed, Interrupted when the sequence ended without an answer."""
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.LOST):
+            self.finish_reason = output.finish_reason
+            raise (GrammarFailed if output.finish_reason is FinishReason.ERROR else Interrupted)(output.error)
         if output.finish_reason is FinishReason.ABORT:
             raise Interrupted("the replica stopped before the answer was complete")
         delta = Delta()
@@ -117,11 +116,9 @@ class Choice:
 
     def _add_content(self, delta: Delta, text: str) -> None:
         if self._tools is None or not text:
-            delta.content += text
-            return
-        split = self._tools.push(text)
-        delta.content += split.content
-        merge_calls(delta.calls, split.calls)
+            delta.said.add(text)
+        else:
+            delta.said.add_all(self._tools.push(text))
 
     def _end(self, delta: Delta, output: TokenOutput) -> None:
         delta.finish_reason = output.finish_reason
@@ -139,27 +136,15 @@ class Choice:
             text = split.content + rest.content
         self._add_content(delta, text)
         if self._tools is not None:
-            last = self._tools.flush()
-            delta.content += last.content
-            merge_calls(delta.calls, last.calls)
+            delta.said.add_all(self._tools.flush())
             if self._tools.has_calls and delta.finish_reason == FinishReason.STOP:
                 delta.finish_reason = TOOL_CALLS
         self.finish_reason = delta.finish_reason
 
 
-def merge_calls(calls: list[CallDelta], more: list[CallDelta]) -> None:
-    """Adds what is new of calls to what is known of them, one entry a call."""
-    for call in more:
-        if calls and calls[-1].index == call.index:
-            calls[-1].arguments += call.arguments
-        else:
-            calls.append(CallDelta(call.index, call.name, call.arguments))
-
-
 def joined(deltas: list[Delta]) -> Delta:
     """The deltas of a choice as one."""
     made = Delta(
-        content="".join(delta.content for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         logprobs=tuple(found for delta in deltas for found in delta.logprobs),
@@ -167,5 +152,5 @@ def joined(deltas: list[Delta]) -> Delta:
         stopped_by=deltas[-1].stopped_by,
     )
     for delta in deltas:
-        merge_calls(made.calls, delta.calls)
+        made.said.add_all(delta.said)
     return made

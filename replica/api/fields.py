@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 Check = Callable[[str, Any], Any]  # (name, value) -> the value to use; raises BadRequest
 Schema = Mapping[str, Any]
 
+TEXT: Final[Schema] = {"type": "string"}
+BOOLEAN: Final[Schema] = {"type": "boolean"}
 MAX_INT32: Final = 2**31 - 1
 MAX_SHOWN_CHARS: Final = 100  # of a wrong value
 MAX_SHOWN_ITEMS: Final = 8
@@ -43,7 +45,7 @@ class Table:
     served: Mapping[str, Field]
     not_served: Mapping[str, tuple[Any, ...]]  # name -> the values that change nothing
     ignored: frozenset[str]
-    required: str  # the one field that must be there
+    required: tuple[str, ...]  # the fields that must be there
 
 
 def bad(name: str, value: Any, expected: str) -> BadRequest:
@@ -112,7 +114,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 def flag(default: bool | None) -> Field:
     """True or false."""
-    return Field(check_flag, default, {"type": "boolean"})
+    return Field(check_flag, default, BOOLEAN)
 
 
 def check_string(name: str, value: Any) -> str:
@@ -122,9 +124,19 @@ def check_string(name: str, value: Any) -> str:
     return value
 
 
+def checked(check: Check, default: Any, **schema: Any) -> Field:
+    """A field with a check of its own."""
+    return Field(check, default, schema)
+
+
+def nullable(schema: Schema) -> Schema:
+    """What a field may be that need not be there."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
 def string() -> Field:
     """A string, absent by default."""
-    return Field(check_string, None, {"type": "string"})
+    return Field(check_string, None, TEXT)
 
 
 def check_object(name: str, value: Any) -> dict[str, Any]:
@@ -154,8 +166,9 @@ class FieldReader:
                 _check_neutral(name, value, table.not_served[name])
             else:
                 self._log_unknown(name)
-        if values[table.required] is None:
-            raise BadRequest(f"{table.required} is missing", param=table.required)
+        for name in table.required:
+            if values[name] is None:
+                raise BadRequest(f"{name} is missing", param=name)
         return values
 
     def _log_unknown(self, name: str) -> None:

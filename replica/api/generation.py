@@ -23,6 +23,7 @@ from replica.api.http_io import EventStream
 from replica.api.metrics import ChoiceTimes, Metrics
 from replica.api.middleware import REQUEST_ID
 from replica.api.openai_api import Options, Prompt, check_num_choices, sampling_params
+from replica.api.priority import PRIORITY_HEADER, priority_of
 from replica.api.reasoning import ReasoningSplitter
 from replica.api.served_model import ServedModel
 from replica.api.stop_strings import StopStrings
@@ -117,6 +118,7 @@ class Generation:
             choice=index,
             prompt_ids=prompt.token_ids,
             params=params,
+            priority=priority_of(asked.options.priority, request.headers.get(PRIORITY_HEADER)),
             stream=OutputStream(event),
             arrived_s=asked.arrived_s,
             constraint=constraint,

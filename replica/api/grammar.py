@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -35,7 +36,11 @@ START_DEADLINE_S: Final = 60.0  # of the checking process, which reads the vocab
 MAX_CHECKS_WAITING: Final = 256
 NEWLINES_AFTER_REASONING: Final = 2
 MAX_KEPT: Final = 128  # compiled grammars, and refusals, that are remembered
+MAX_REASON_CHARS: Final = 300
 LIMITS: Final = LLParserLimits(verbose_errors=False)  # a mask's work is bounded, too
+# In llguidance's errors: where in the grammar, and an excerpt of it. The grammar is ours, so a client knows neither.
+_PLACE: Final = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_EXCERPT: Final = re.compile(r"\n\s+\d+ \| .*", re.DOTALL)
 # No free white space: a model could go on with it for ever. The separators are what models have mostly read.
 SPACING: Final = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
@@ -144,7 +149,7 @@ class GrammarConstraint:
             return bytes(bits)
         bits = bytearray(self._matcher.compute_bitmask()[: self._num_bytes])
         if self._matcher.is_error():
-            raise ConstraintFailed(self._matcher.get_error()[:300])
+            raise ConstraintFailed(_reason(self._matcher.get_error()))
         if self._may_reason and self._open_id is not None:
             _allow(bits, [self._open_id])
         _allow(bits, [token_id for token_id, count in self._newlines.items() if count <= self._newlines_left])
@@ -166,7 +171,7 @@ class GrammarConstraint:
         else:
             self._newlines_left = 0
             if not self._matcher.is_stopped() and not self._matcher.consume_token(token_id):
-                raise ConstraintFailed(self._matcher.get_error()[:300] or f"token {token_id} is not allowed")
+                raise ConstraintFailed(_reason(self._matcher.get_error()) or f"token {token_id} is not allowed")
         self._may_reason = False
 
 
@@ -179,6 +184,14 @@ def _forbid(bits: bytearray, token_ids: Iterable[int]) -> None:
     for token_id in token_ids:
         if token_id // 8 < len(bits):
             bits[token_id // 8] &= ~(1 << token_id % 8)
+
+
+def _reason(error: str) -> str:
+    """What llguidance says is wrong, for a client."""
+    if error.startswith("NoExtensionBias"):
+        return "no value follows it"
+    said = _EXCERPT.sub("", _PLACE.sub("", error)).removesuffix("<non-verbose/>").strip()
+    return said[:MAX_REASON_CHARS]
 
 
 class GrammarCompiler:
@@ -199,7 +212,8 @@ class GrammarCompiler:
         key = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = await self._compile(text)
+            made = await self._compile(text)
+            known = self._known[key] = _reason(made) if isinstance(made, str) else made
             while len(self._known) > MAX_KEPT:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
@@ -229,7 +243,7 @@ class GrammarCompiler:
                 matcher = await asyncio.to_thread(new_matcher, self._tokenizer, text, LIMITS)
         finally:
             self._num_waiting -= 1
-        return matcher.get_error()[:300] or Grammar(matcher, self._model)
+        return matcher.get_error() or Grammar(matcher, self._model)
 
     async def _check(self, text: str) -> str:
         """What is wrong with the grammar, said by the other process; it is killed when it is not ready in time."""
@@ -242,7 +256,7 @@ class GrammarCompiler:
                 await checker.stdin.drain()
                 line = await checker.stdout.readline()
             is_answered = bool(line)
-            return str(json.loads(line))[:300] if line else "compiling it takes too much memory"
+            return str(json.loads(line)) if line else "compiling it takes too much memory"
         except TimeoutError:
             return f"compiling it takes more than {CHECK_DEADLINE_S:g} s"
         except ConnectionError:

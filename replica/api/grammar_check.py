@@ -17,10 +17,12 @@ import resource
 import signal
 import sys
 import threading
+import time
 from typing import Final
 
 from replica.api.grammar import LIMITS, Vocabulary, new_matcher
 
+MAX_MASK_S: Final = 0.25  # every sequence of the replica waits for a mask, and the first is the slowest
 MAX_MEMORY_BYTES: Final = 4 * 2**30  # address space: a vocabulary of 250,000 tokens takes a tenth of it
 
 
@@ -29,9 +31,14 @@ def check(vocabulary: Vocabulary, grammars: queue.SimpleQueue[str]) -> None:
     tokenizer = vocabulary.tokenizer()
     while True:
         matcher = new_matcher(tokenizer, json.loads(grammars.get()), LIMITS)
+        began_s = time.process_time()
         if not matcher.is_error():
             matcher.compute_bitmask()  # some grammars break at their first token
-        print(json.dumps(matcher.get_error()), flush=True)
+        took_s = time.process_time() - began_s
+        error = matcher.get_error()
+        if not error and took_s > MAX_MASK_S:
+            error = f"finding its first tokens takes {took_s:.2f} s, limit is {MAX_MASK_S:g} s"
+        print(json.dumps(error), flush=True)
 
 
 def _read(lines: queue.SimpleQueue[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from aiohttp import ClientError, web
 from aiohttp.http import HttpProcessingError
 
-from proxy.protocol import NOT_BEGUN_HEADER
+from proxy.protocol import INTERRUPTED_HEADER, NOT_BEGUN_HEADER
 from replica.api.answers import Event
 from replica.errors import BadRequest, BodyTooLarge, ClientTooSlow, Interrupted, RequestError, Unavailable
 
@@ -65,8 +65,7 @@ def error_response(err: RequestError, body: dict[str, Any]) -> web.Response:
     response = web.json_response(body, status=err.status)
     if isinstance(err, Unavailable):
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
-        if not isinstance(err, Interrupted):
-            response.headers[NOT_BEGUN_HEADER] = "1"
+        response.headers[INTERRUPTED_HEADER if isinstance(err, Interrupted) else NOT_BEGUN_HEADER] = "1"
     return response
 
 

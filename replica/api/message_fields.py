@@ -1,4 +1,7 @@
-"""Checks of the fields that carry a conversation: messages, tools, the choice of a tool, the format of the answer."""
+"""The fields that carry a conversation: messages, tools, the choice of a tool, the format of the answer.
+
+Each is a check and, beside it, the JSON schema of what passes it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,17 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from replica.api.fields import bad, check_count, check_flag, check_object, check_string
+from replica.api.fields import (
+    BOOLEAN,
+    TEXT,
+    Schema,
+    bad,
+    check_count,
+    check_flag,
+    check_object,
+    check_string,
+    nullable,
+)
 from replica.errors import BadRequest
 
 MAX_TOOLS: Final = 256
@@ -16,6 +29,55 @@ MAX_CALLS: Final = 1024  # of one message
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 # Names stand in grammars and templates: nothing in them needs quoting.
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_SET_BY_REQUEST: Final = ("messages", "tools", "documents", "add_generation_prompt")  # not by template variables
+
+
+def an_object(required: tuple[str, ...], **properties: Schema) -> Schema:
+    """The schema of an object with these properties, and perhaps others that nobody looks at."""
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def list_of(items: Schema, **bounds: int) -> Schema:
+    """The schema of a list."""
+    return {"type": "array", "items": items, **bounds}
+
+
+TOOL_NAME: Final[Schema] = {"type": "string", "pattern": f"^{_TOOL_NAME.pattern}$"}
+_TEXT_OR_PARTS: Final[Schema] = {
+    "anyOf": [TEXT, list_of(an_object(("type", "text"), type={"const": "text"}, text=TEXT), maxItems=MAX_PARTS)]
+}
+_CALLS: Final = nullable(
+    list_of(an_object(("function",), function=an_object(("name",), name=TEXT)), maxItems=MAX_CALLS)
+)
+_MESSAGE: Final[Schema] = {
+    "anyOf": [
+        an_object(("role", "content"), role={"enum": list(ROLES)}, content=_TEXT_OR_PARTS, tool_calls=_CALLS),
+        an_object(("role",), role={"const": "assistant"}, content=nullable(_TEXT_OR_PARTS), tool_calls=_CALLS),
+    ]
+}
+MESSAGES: Final = list_of(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES)
+_FUNCTION: Final = an_object(("name",), name=TOOL_NAME, parameters=nullable({"type": "object"}))
+TOOLS: Final = list_of(
+    an_object(("type", "function"), type={"const": "function"}, function=_FUNCTION), maxItems=MAX_TOOLS
+)
+TOOL_CHOICE: Final[Schema] = {
+    "anyOf": [
+        {"enum": ["auto", "none", "required"]},
+        an_object(("type", "function"), type={"const": "function"}, function=an_object(("name",), name=TOOL_NAME)),
+    ]
+}
+RESPONSE_FORMAT: Final[Schema] = {
+    "anyOf": [
+        an_object(("type",), type={"enum": ["text", "json_object"]}),
+        an_object(
+            ("type", "json_schema"),
+            type={"const": "json_schema"},
+            json_schema=an_object(("schema",), schema={"type": "object"}),
+        ),
+    ]
+}
+TEMPLATE_KWARGS: Final = an_object((), **{name: {"not": {}} for name in _SET_BY_REQUEST})
+STREAM_OPTIONS: Final = an_object((), include_usage=nullable(BOOLEAN), continuous_usage_stats=nullable(BOOLEAN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +144,7 @@ def check_response_format(name: str, value: Any) -> ResponseFormat | None:
 def check_template_kwargs(name: str, value: Any) -> dict[str, Any]:
     """Further variables of the chat template."""
     kwargs = check_object(name, value)
-    for key in ("messages", "tools", "documents", "add_generation_prompt"):
+    for key in _SET_BY_REQUEST:
         if key in kwargs:
             raise BadRequest(f"{name}.{key} cannot be set; the request itself does", param=f"{name}.{key}")
     return kwargs

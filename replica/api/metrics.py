@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from replica.api.scheduler_metrics import SchedulerCollector
+from replica.group_state import GroupState
 from replica.request import FinishReason, Sequence
 from replica.step_loop import EngineStats
 
@@ -31,7 +33,6 @@ LATENCY_S: Final = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 TOKENS: Final = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
-
 CHOICES: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
@@ -43,6 +44,8 @@ class Metrics:
         *,
         model_name: str,
         dp_rank: int = 0,
+        block_size: int,
+        has_prefix_cache: bool,
         stats: Callable[[], EngineStats],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,6 +53,9 @@ class Metrics:
         self.now_s = now_s
         labels = {"model_name": model_name, "engine": str(dp_rank)}
         self.registry.register(_LoadCollector(labels, stats))
+        self.registry.register(
+            SchedulerCollector(labels, stats, block_size=block_size, has_prefix_cache=has_prefix_cache)
+        )
 
         def counter(name: str, text: str, *further: str) -> Counter:
             return Counter(name, text, (*LABELS, *further), registry=self.registry)
@@ -58,7 +64,10 @@ class Metrics:
             return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(**labels)
 
         self._labels = labels
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens computed.").labels(**labels)
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.").labels(**labels)
+        self.prompt_tokens_cached = counter(
+            "vllm:prompt_tokens_cached", "Of these, tokens that the KV cache had already."
+        ).labels(**labels)
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(**labels)
         self._success = counter(
             "vllm:request_success", "Ended requests, by the reason of their end.", "finished_reason"
@@ -114,6 +123,7 @@ class ChoiceTimes:
             self._first_s = now_s
             metrics.first_token.observe(now_s - sequence.arrived_s)
             metrics.prompt_tokens.inc(len(sequence.prompt_ids))
+            metrics.prompt_tokens_cached.inc(sequence.num_cached or 0)
         self._last_s = now_s
         self._num_tokens += num_tokens
         metrics.generation_tokens.inc(num_tokens)
@@ -122,7 +132,7 @@ class ChoiceTimes:
         """The choice has ended. Times are observed only of those that ended well."""
         metrics, sequence = self._metrics, self._sequence
         metrics.ended(reason)
-        if reason in (FinishReason.ABORT, FinishReason.ERROR):
+        if reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.LOST):
             return
         decode_s = self._last_s - self._first_s
         started_s = sequence.started_s or sequence.arrived_s
@@ -176,6 +186,32 @@ class _LoadCollector(Collector):
             "lockstep_barrier_wait_seconds", "Waited for the release of steps with own work.", stats.barrier_wait_s
         )
         yield self._counter("lockstep_forward_seconds", "From a release to the ranks' answer.", stats.forward_s)
+        yield self._counter(
+            "lockstep_prefill_skew_tokens",
+            "Tokens that the longest prefill of each step of the group had more than this replica's.",
+            stats.prefill_skew_tokens,
+        )
+        yield from self._group(stats.group)
+
+    def _group(self, group: GroupState) -> Iterator[Metric]:
+        yield self._gauge("lockstep_group_members", "Replicas of the group that live.", len(group.members))
+        evictions = CounterMetricFamily(
+            "lockstep_evictions",
+            "Replicas that the group went on without, by what spoke against them.",
+            labels=(*LABELS, "kind"),
+        )
+        for kind, number in group.evicted_by_kind.items():
+            evictions.add_metric([*self._labels.values(), kind], number)
+        yield evictions
+        yield self._counter("lockstep_reconfigurations", "New epochs after the first.", group.num_reconfigurations)
+        seconds = CounterMetricFamily(
+            "lockstep_reconfiguration_seconds",
+            "Time that reconfigurations took, by the part that it was spent on.",
+            labels=(*LABELS, "part"),
+        )
+        for part, took_s in group.seconds.items():
+            seconds.add_metric([*self._labels.values(), part], took_s)
+        yield seconds
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(name, text, labels=LABELS)

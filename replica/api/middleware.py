@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from proxy.protocol import REQUEST_ID_HEADER, VALID_REQUEST_ID
 from replica.api.http_io import error_response, http_error
-from replica.api.messages_api import error_body
+from replica.api.messages_answers import error_body
 from replica.api.metrics import Metrics
 from replica.errors import RequestError, Unauthorized
 

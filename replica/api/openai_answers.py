@@ -52,22 +52,22 @@ class ChatFormat:
         made: Json = {}
         if delta.reasoning:
             made["reasoning_content"] = delta.reasoning
-        if delta.content:
-            made["content"] = delta.content
-        if delta.calls:
-            made["tool_calls"] = [_call_delta(choice, call) for call in delta.calls]
+        if delta.said.content:
+            made["content"] = delta.said.content
+        if delta.said.calls:
+            made["tool_calls"] = [_call_delta(choice, call) for call in delta.said.calls]
         return {"delta": made}
 
     def whole(self, choice: Choice, delta: Delta, options: Options) -> Json:
         """A message."""
         message: Json = {
             "role": "assistant",
-            "content": delta.content if delta.content or not delta.calls else None,
+            "content": delta.said.content if delta.said.content or not delta.said.calls else None,
             "reasoning_content": delta.reasoning or None,
             "refusal": None,
         }
-        if delta.calls:
-            message["tool_calls"] = [_whole_call(choice, call) for call in delta.calls]
+        if delta.said.calls:
+            message["tool_calls"] = [_whole_call(choice, call) for call in delta.said.calls]
         return {"message": message}
 
 
@@ -90,11 +90,11 @@ class CompletionFormat:
 
     def delta(self, choice: Choice, delta: Delta) -> Json:
         """The new text."""
-        return {"text": delta.content}
+        return {"text": delta.said.content}
 
     def whole(self, choice: Choice, delta: Delta, options: Options) -> Json:
         """The text."""
-        return {"text": self._echoed(choice, options) + delta.content} | self._prompt_ids(choice, options)
+        return {"text": self._echoed(choice, options) + delta.said.content} | self._prompt_ids(choice, options)
 
     def _echoed(self, choice: Choice, options: Options) -> str:
         if not options.echo:
@@ -145,7 +145,7 @@ class OpenAIWriter:
             opening = self._format.opening(choice, self._options)
             if opening is not None:
                 opening |= self._logprobs_of(choice, None)
-                events.append(self._chunk(choice, opening, **self._prompt_ids()))
+                events.append(self._chunk(choice, opening, is_begun=False, **self._prompt_ids()))
         return events
 
     def delta(self, choice: Choice, delta: Delta) -> list[Event]:
@@ -175,11 +175,11 @@ class OpenAIWriter:
         """See Writer."""
         return Event(to_json(err.body()))
 
-    def _chunk(self, choice: Choice, part: Json, **further: object) -> Event:
+    def _chunk(self, choice: Choice, part: Json, *, is_begun: bool = True, **further: object) -> Event:
         made = {"index": choice.index, "logprobs": None, "finish_reason": None, **part}
         chunk = {**self._head, "object": self._format.chunk_object, "choices": [made], **further}
         if self._usage:
-            chunk["usage"] = self._usage_now() if self._usage_in_each else None
+            chunk["usage"] = self._usage_now(is_begun=is_begun) if self._usage_in_each else None
         return Event(to_json(chunk))
 
     def _whole_choice(self, choice: Choice, delta: Delta) -> Json:
@@ -204,8 +204,8 @@ class OpenAIWriter:
             return {"prompt_token_ids": self._choices[0].prompt.token_ids}
         return {}
 
-    def _usage_now(self) -> Json:
-        return usage_of(self._choices, num_choices=self._options.n)
+    def _usage_now(self, *, is_begun: bool = True) -> Json:
+        return usage_of(self._choices, num_choices=self._options.n, is_begun=is_begun)
 
 
 def call_id(choice: Choice, index: int) -> str:

@@ -49,6 +49,7 @@ class Options:
     return_token_ids: bool
     logprobs: int | None  # of so many most likely tokens beside each output token's
     echo: bool = False  # the answer begins with the prompt
+    priority: int | None = None  # the lower, the earlier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,26 +7,33 @@ from typing import Any, Final
 
 from replica.api.fields import (
     MAX_INT32,
-    Check,
+    TEXT,
     Field,
     Schema,
     Table,
     bad,
     check_count,
     check_object,
+    checked,
     flag,
     number,
     string,
     whole,
 )
 from replica.api.message_fields import (
-    ROLES,
+    MESSAGES,
+    RESPONSE_FORMAT,
+    STREAM_OPTIONS,
+    TEMPLATE_KWARGS,
+    TOOL_CHOICE,
+    TOOLS,
     check_messages,
     check_response_format,
     check_stream_options,
     check_template_kwargs,
     check_tool_choice,
     check_tools,
+    list_of,
 )
 from replica.errors import BadRequest
 
@@ -91,52 +98,16 @@ def check_prompts(name: str, value: Any) -> list[str | list[int]]:
 
 
 def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(type(i) is int for i in value))
+    return isinstance(value, str) or (isinstance(value, list) and bool(value) and all(type(i) is int for i in value))
 
 
-def _checked(check: Check, default: Any, **schema: Any) -> Field:
-    return Field(check, default, schema)
-
-
-_TEXT: Final[Schema] = {"type": "string"}
-_TOKENS: Final[Schema] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_TEXT_PARTS: Final[Schema] = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": _TEXT},
-        "required": ["type", "text"],
-    },
-}
-MESSAGE: Final[Schema] = {
-    "type": "object",
-    "properties": {"role": {"enum": list(ROLES)}, "content": {"anyOf": [_TEXT, _TEXT_PARTS]}},
-    "required": ["role", "content"],
-}
-_FUNCTION: Final[Schema] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,128}$"},
-        "description": _TEXT,
-        "parameters": {"type": "object"},
-    },
-    "required": ["name"],
-}
-TOOL: Final[Schema] = {
-    "type": "object",
-    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
-    "required": ["type", "function"],
-}
+_STOP: Final[Schema] = {"type": "string", "maxLength": MAX_STOP_CHARS}
+_PROMPT_TOKENS: Final = list_of({"type": "integer"}, minItems=1, maxItems=MAX_PROMPT_TOKENS)
 
 SHARED_FIELDS: Final[Mapping[str, Field]] = {
     "model": string(),
     "stream": flag(False),
-    "stream_options": _checked(
-        check_stream_options,
-        (False, False),
-        type="object",
-        properties={"include_usage": {"type": "boolean"}, "continuous_usage_stats": {"type": "boolean"}},
-    ),
+    "stream_options": checked(check_stream_options, (False, False), **STREAM_OPTIONS),
     "max_tokens": whole(1, MAX_INT32),
     "max_completion_tokens": whole(1, MAX_INT32),
     "min_tokens": whole(0, MAX_INT32, 0),
@@ -149,17 +120,25 @@ SHARED_FIELDS: Final[Mapping[str, Field]] = {
     "presence_penalty": number(-2, 2, 0.0),
     "frequency_penalty": number(-2, 2, 0.0),
     "repetition_penalty": number(0.01, 100),
-    "logit_bias": _checked(
-        check_logit_bias, {}, type="object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}
+    "logit_bias": checked(
+        check_logit_bias,
+        {},
+        type="object",
+        propertyNames={"pattern": "^[0-9]{1,10}$"},
+        additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
+        maxProperties=MAX_BIASES,
     ),
-    "stop": _checked(
-        check_stop, (), anyOf=[_TEXT, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS}]
+    "stop": checked(check_stop, (), anyOf=[_STOP, list_of(_STOP, maxItems=MAX_STOP_STRINGS)]),
+    "stop_token_ids": checked(
+        check_stop_token_ids,
+        frozenset(),
+        **list_of({"type": "integer", "minimum": 0, "maximum": MAX_INT32}, maxItems=MAX_STOP_TOKENS),
     ),
-    "stop_token_ids": _checked(check_stop_token_ids, frozenset(), **_TOKENS, maxItems=MAX_STOP_TOKENS),
     "include_stop_str_in_output": flag(False),
     "ignore_eos": flag(False),
     "skip_special_tokens": flag(True),
     "return_token_ids": flag(False),
+    "priority": whole(-(2**31), MAX_INT32),
 }
 _NOT_SERVED: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
@@ -196,14 +175,13 @@ _IGNORED: Final = frozenset(
         "verbosity",
         "request_id",
         "session_id",
-        "priority",
     }
 )
 # What decides how a conversation becomes a prompt; /tokenize has these, too.
 CONVERSATION_FIELDS: Final[Mapping[str, Field]] = {
-    "messages": _checked(check_messages, None, type="array", items=MESSAGE, minItems=1),
-    "tools": _checked(check_tools, None, type="array", items=TOOL, maxItems=256),
-    "chat_template_kwargs": _checked(check_template_kwargs, {}, type="object", maxProperties=0),
+    "messages": checked(check_messages, None, **MESSAGES),
+    "tools": checked(check_tools, None, **TOOLS),
+    "chat_template_kwargs": checked(check_template_kwargs, {}, **TEMPLATE_KWARGS),
     "add_generation_prompt": flag(None),
     "continue_final_message": flag(False),
 }
@@ -211,34 +189,27 @@ CHAT: Final = Table(
     served={
         **SHARED_FIELDS,
         **CONVERSATION_FIELDS,
-        "tool_choice": _checked(check_tool_choice, "auto", enum=["auto", "none"]),
+        "tool_choice": checked(check_tool_choice, "auto", **TOOL_CHOICE),
         "parallel_tool_calls": flag(True),
-        "response_format": _checked(
-            check_response_format,
-            None,
-            type="object",
-            properties={"type": {"enum": ["text", "json_object"]}},
-            required=["type"],
-        ),
+        "response_format": checked(check_response_format, None, **RESPONSE_FORMAT),
         "logprobs": flag(False),
         "top_logprobs": whole(0, MAX_TOP_LOGPROBS, 0),
         "reasoning_effort": string(),
     },
     not_served={**_NOT_SERVED, "echo": (False,)},
     ignored=_IGNORED,
-    required="messages",
+    required=("messages",),
 )
 COMPLETION: Final = Table(
     served={
         **SHARED_FIELDS,
-        "prompt": _checked(
+        "prompt": checked(
             check_prompts,
             None,
             anyOf=[
-                {"type": "string", "minLength": 1},
-                {**_TOKENS, "minItems": 1},
-                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 4},
-                {"type": "array", "items": {**_TOKENS, "minItems": 1}, "minItems": 1, "maxItems": 4},
+                TEXT,
+                _PROMPT_TOKENS,
+                list_of({"anyOf": [TEXT, _PROMPT_TOKENS]}, minItems=1, maxItems=MAX_PROMPTS),
             ],
         ),
         "echo": flag(False),
@@ -246,5 +217,5 @@ COMPLETION: Final = Table(
     },
     not_served={**_NOT_SERVED, "response_format": ({"type": "text"},), "top_logprobs": (0,)},
     ignored=_IGNORED,
-    required="prompt",
+    required=("prompt",),
 )

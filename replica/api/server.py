@@ -20,7 +20,8 @@ from replica.api.generation import Asked, Generation, SequenceLoop
 from replica.api.grammar import GrammarCompiler
 from replica.api.http_io import MIB, read_body
 from replica.api.logprobs import ChatLogprobs, CompletionLogprobs
-from replica.api.messages_api import MessagesWriter, chat_of_messages
+from replica.api.messages_answers import MessagesWriter
+from replica.api.messages_request import chat_of_messages
 from replica.api.metrics import Metrics
 from replica.api.middleware import (
     MESSAGES_PATH,
@@ -42,12 +43,13 @@ from replica.api.openai_api import (
     read_chat,
 )
 from replica.api.openapi import description
-from replica.api.responses_api import ResponsesWriter, chat_of_response
+from replica.api.responses_answers import ResponsesWriter
+from replica.api.responses_request import chat_of_response
 from replica.api.served_model import ServedModel
 from replica.api.tokens_api import detokenize, tokenize
 from replica.api.tool_choice import chat_grammar
 from replica.config import ReplicaConfig
-from replica.errors import Unavailable
+from replica.errors import NotStored, Unavailable
 from replica.lifecycle import EngineState, Lifecycle
 
 BODY_BYTES_PER_TOKEN: Final = 128  # a token is about 4 characters, seldom 16, and JSON may write one in 6 bytes
@@ -57,7 +59,13 @@ def build_app(
     *, config: ReplicaConfig, model: ServedModel, loop: SequenceLoop, lifecycle: Lifecycle
 ) -> web.Application:
     """The replica's application. Run it with handler_cancellation=True."""
-    metrics = Metrics(model_name=model.name, dp_rank=config.dp_rank, stats=loop.stats)
+    metrics = Metrics(
+        model_name=model.name,
+        dp_rank=config.dp_rank,
+        block_size=config.block_size,
+        has_prefix_cache=not config.no_prefix_cache,
+        stats=loop.stats,
+    )
     api = Api(config=config, model=model, loop=loop, lifecycle=lifecycle, metrics=metrics)
     app = web.Application(
         middlewares=[identify, count_answers(metrics), errors_as_json, authorize_with(config.api_key)]
@@ -67,6 +75,8 @@ def build_app(
     app.router.add_post("/v1/chat/completions", api.chat_completions)
     app.router.add_post("/v1/completions", api.completions)
     app.router.add_post("/v1/responses", api.responses)
+    for method, path in (("GET", "{id}"), ("DELETE", "{id}"), ("POST", "{id}/cancel"), ("GET", "{id}/input_items")):
+        app.router.add_route(method, f"/v1/responses/{path}", api.stored_response)
     app.router.add_post(MESSAGES_PATH, api.messages)
     app.router.add_post(MESSAGES_PATH + "/count_tokens", api.count_tokens)
     app.router.add_get("/v1/models", api.models)
@@ -74,6 +84,7 @@ def build_app(
     app.router.add_post("/tokenize", api.tokenize)
     app.router.add_post("/detokenize", api.detokenize)
     app.router.add_get("/health", api.health)
+    app.router.add_get("/group", api.group)
     app.router.add_get("/metrics", api.metrics_text)
     app.router.add_get("/version", api.version)
     app.router.add_get("/openapi.json", api.openapi)
@@ -151,7 +162,7 @@ class Api:
         """POST /v1/responses."""
         arrived_s = self._metrics.now_s()
         body, body_bytes = await self._json(request)
-        chat = read_chat(self._reader, chat_of_response(body), body_bytes=body_bytes)
+        chat = read_chat(self._reader, chat_of_response(self._reader, body), body_bytes=body_bytes)
         asked = await self._asked(chat, arrived_s)
 
         def writer(choices: list[Choice]) -> ResponsesWriter:
@@ -161,11 +172,15 @@ class Api:
 
         return await self._generation.answer(request, asked, writer)
 
+    async def stored_response(self, request: web.Request) -> web.StreamResponse:
+        """Any other route of /v1/responses."""
+        raise NotStored("responses are not stored here; send the whole conversation as input")
+
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
         arrived_s = self._metrics.now_s()
         body, body_bytes = await self._json(request)
-        chat = read_chat(self._reader, chat_of_messages(body), body_bytes=body_bytes)
+        chat = read_chat(self._reader, chat_of_messages(self._reader, body), body_bytes=body_bytes)
         asked = await self._asked(chat, arrived_s)
 
         def writer(choices: list[Choice]) -> MessagesWriter:
@@ -176,7 +191,8 @@ class Api:
     async def count_tokens(self, request: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens."""
         body, body_bytes = await self._json(request)
-        chat = read_chat(self._reader, chat_of_messages(body, counts=True), body_bytes=body_bytes)
+        as_chat = chat_of_messages(self._reader, body, counts=True)
+        chat = read_chat(self._reader, as_chat, body_bytes=body_bytes)
         check_model(chat.options.model, self._model)
         prompt = await chat_prompt(chat.conversation, self._model)
         return _json_response({"input_tokens": len(prompt.token_ids)})
@@ -211,6 +227,11 @@ class Api:
             state = "stalled"
             reason = f"work waits and no step has ended for {self._config.progress_deadline_s:g} s"
         return web.json_response({"status": state, "reason": reason or state, **place}, status=503)
+
+    async def group(self, request: web.Request) -> web.Response:
+        """GET /group: which replicas step with this one, which were lost and why, and what the last change took."""
+        body = {"group": self._config.group, "dp_rank": self._config.dp_rank, **self._loop.stats().group.to_json()}
+        return _json_response(body)
 
     async def metrics_text(self, request: web.Request) -> web.Response:
         """GET /metrics."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from replica.api.answers import Json
-from replica.api.fields import Field, FieldReader, Table, bad, check_count, flag, string
+from replica.api.fields import FieldReader, Table, bad, check_count, checked, flag, string
 from replica.api.openai_api import chat_prompt, check_model, check_token_ids, encode_text, take_conversation
 from replica.api.request_fields import CONVERSATION_FIELDS
 from replica.api.served_model import ServedModel
@@ -22,46 +22,42 @@ def _check_tokens(name: str, value: Any) -> list[int]:
     return value
 
 
-_TEXT: Final = Table(
+TOKENIZE_TEXT: Final = Table(
     served={
         "model": string(),
         "prompt": string(),
         "add_special_tokens": flag(True),
         "return_token_strs": flag(False),
     },
-    not_served={},
+    not_served={"messages": ()},  # with messages it is the other one
     ignored=frozenset(),
-    required="prompt",
+    required=("prompt",),
 )
-_CHAT: Final = Table(
+TOKENIZE_CHAT: Final = Table(
     served={
         "model": string(),
         **CONVERSATION_FIELDS,
-        "add_special_tokens": flag(False),
         "return_token_strs": flag(False),
     },
-    not_served={"chat_template": ()},
+    not_served={"chat_template": (), "add_special_tokens": (False,)},
     ignored=frozenset(),
-    required="messages",
+    required=("messages",),
 )
-TOKENIZE: Final = Table(
-    served={**_TEXT.served, **_CHAT.served}, not_served={}, ignored=frozenset(), required="prompt"
-)  # what the two forms of /tokenize have, together
 DETOKENIZE: Final = Table(
     served={
         "model": string(),
-        "tokens": Field(_check_tokens, None, {"type": "array", "items": {"type": "integer", "minimum": 0}}),
+        "tokens": checked(_check_tokens, None, type="array", items={"type": "integer"}, maxItems=MAX_TOKENS),
     },
     not_served={},
     ignored=frozenset(),
-    required="tokens",
+    required=("tokens",),
 )
 
 
 async def tokenize(reader: FieldReader, body: Any, model: ServedModel, *, body_bytes: int) -> Json:
     """The tokens of a text, or of a conversation. Raises BadRequest, ContextTooLong."""
     is_chat = isinstance(body, dict) and body.get("messages") is not None
-    values = reader.read(body, _CHAT if is_chat else _TEXT)
+    values = reader.read(body, TOKENIZE_CHAT if is_chat else TOKENIZE_TEXT)
     check_model(values.pop("model"), model)
     if is_chat:
         conversation = take_conversation(values, body_bytes=body_bytes)

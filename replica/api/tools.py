@@ -36,11 +36,38 @@ class CallDelta:
 
 
 @dataclass(slots=True)
-class ToolSplit:
-    """A piece of an answer, taken apart."""
+class Said:
+    """A piece of an answer, taken apart: texts and what is new of calls, in their order."""
 
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    parts: list[str | CallDelta] = field(default_factory=list)
+
+    @property
+    def content(self) -> str:
+        """The text, without calls."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        """The calls, without text."""
+        return [part for part in self.parts if isinstance(part, CallDelta)]
+
+    def add(self, part: str | CallDelta) -> None:
+        """Adds a part, or more of the last one."""
+        last = self.parts[-1] if self.parts else None
+        if isinstance(part, str):
+            if isinstance(last, str):
+                self.parts[-1] = last + part
+            elif part:
+                self.parts.append(part)
+        elif isinstance(last, CallDelta) and last.index == part.index:
+            last.arguments += part.arguments
+        else:
+            self.parts.append(CallDelta(part.index, part.name, part.arguments))
+
+    def add_all(self, more: Said) -> None:
+        """Adds what follows."""
+        for part in more.parts:
+            self.add(part)
 
 
 class ToolSplitter:
@@ -58,39 +85,39 @@ class ToolSplitter:
         """Whether there was a call."""
         return self._num_calls > 0
 
-    def push(self, text: str) -> ToolSplit:
+    def push(self, text: str) -> Said:
         """What this piece of text decides."""
         self._held += text
-        split = ToolSplit()
+        split = Said()
         while self._state(split):
             pass
         return split
 
-    def flush(self) -> ToolSplit:
+    def flush(self) -> Said:
         """What is still held back, at the end of the answer."""
-        split = ToolSplit()
+        split = Said()
         held, self._held = self._held, ""
         if self._state == self._content:
-            split.content = held if not self.has_calls else held.rstrip("\n")
+            split.add(held if not self.has_calls else held.rstrip("\n"))
         elif self._state == self._head:
             self._whole_call(held, split, closed=False)
         return split
 
     # Each state takes what it can of `_held` and says whether the next state is to go on.
 
-    def _content(self, split: ToolSplit) -> bool:
+    def _content(self, split: Said) -> bool:
         before, tag, after = self._held.partition(OPEN)
         if tag:
-            split.content += before.rstrip("\n")
+            split.add(before.rstrip("\n"))
             self._held = after
             self._state = self._head
             return True
         decided = without_undecided_end(before, OPEN)
-        split.content += decided
+        split.add(decided)
         self._held = before[len(decided) :]
         return False
 
-    def _head(self, split: ToolSplit) -> bool:
+    def _head(self, split: Said) -> bool:
         match = _HEAD.match(self._held[:_MAX_HEAD_CHARS])
         name = _unquoted(match[1]) if match else None
         if match and name is not None:
@@ -107,7 +134,7 @@ class ToolSplitter:
         self._state = self._content
         return True
 
-    def _arguments_of_call(self, split: ToolSplit) -> bool:
+    def _arguments_of_call(self, split: Said) -> bool:
         end = self._arguments.find(self._held)
         self._add_arguments(self._held if end < 0 else self._held[:end], split)
         self._held = "" if end < 0 else self._held[end:]
@@ -115,7 +142,7 @@ class ToolSplitter:
             self._state = self._tail
         return end >= 0
 
-    def _tail(self, split: ToolSplit) -> bool:
+    def _tail(self, split: Said) -> bool:
         """After the arguments: a brace and the closing tag."""
         _, tag, after = self._held.partition(CLOSE)
         if not tag:
@@ -124,7 +151,7 @@ class ToolSplitter:
         self._state = self._content
         return True
 
-    def _whole_call(self, body: str, split: ToolSplit, *, closed: bool) -> None:
+    def _whole_call(self, body: str, split: Said, *, closed: bool) -> None:
         try:
             call = json.loads(body, strict=False)
             name = call["name"]
@@ -132,24 +159,21 @@ class ToolSplitter:
             if not isinstance(name, str):
                 raise TypeError
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            split.content += OPEN + body + (CLOSE if closed else "")  # no call; the reader sees what was written
+            split.add(OPEN + body + (CLOSE if closed else ""))  # no call; the reader sees what was written
             return
         self._begin_call(name, split)
         self._add_arguments(arguments if isinstance(arguments, str) else json.dumps(arguments), split)
 
-    def _begin_call(self, name: str, split: ToolSplit) -> None:
+    def _begin_call(self, name: str, split: Said) -> None:
         if self._parallel or not self._num_calls:
-            split.calls.append(CallDelta(self._num_calls, name))
+            split.add(CallDelta(self._num_calls, name))
         self._num_calls += 1
 
-    def _add_arguments(self, text: str, split: ToolSplit) -> None:
+    def _add_arguments(self, text: str, split: Said) -> None:
         index = self._num_calls - 1
         if not text or (index and not self._parallel):
             return
-        if split.calls and split.calls[-1].index == index:
-            split.calls[-1].arguments += text
-        else:
-            split.calls.append(CallDelta(index, None, text))
+        split.add(CallDelta(index, None, text))
 
 
 class _ObjectEnd:

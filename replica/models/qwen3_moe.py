@@ -7,13 +7,15 @@ The device is nobody's business here: `kernels` picks what runs on it. A step of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 import kernels
 from replica.groups import Group, Groups
 from replica.kv_cache import KVCache
-from replica.layers import DenseMlp, Embedding, ExpertMlp, paged_attention, rope_table
+from replica.layers import DenseMlp, Embedding, ExpertMlp, rope_table
 from replica.linears import Linear, OutputLinear, load_linear
 from replica.model_config import ModelConfig
 from replica.step_tensors import StepTensors
@@ -28,23 +30,38 @@ class Qwen3Moe:
         self.eps = config.rms_norm_eps
         self.vocab_size = config.vocab_size
         self.embedding = Embedding(weights, "model.embed_tokens.weight")
-        cos_sin = rope_table(config.rope, config.head_dim, num_positions, device)
-        self.layers = [DecoderLayer(config, weights, layer, cos_sin) for layer in range(config.num_layers)]
+        self.cos_sin = rope_table(config.rope, config.head_dim, num_positions, device)  # [P, D] float32
+        self.layers = [DecoderLayer(config, weights, layer) for layer in range(config.num_layers)]
         self.norm = weights.tensor("model.norm.weight")  # [H]
-        self.head = Linear(
-            self.embedding.weight if config.tie_word_embeddings else weights.tensor("lm_head.weight")
-        )  # [V of this rank, H]
+        # [V of this rank, H]. One that is tied stays as the embedding needs it: the largest matrix is not held twice.
+        self.head = Linear(self.embedding.weight) if config.tie_word_embeddings else load_linear(weights, "lm_head")
+
+    def take_over(self, weights: WeightReader, layers: Iterable[int]) -> None:
+        """Adds the blocks of MLPs and experts that `weights` has, in these layers, to what the rank holds."""
+        for layer in layers:
+            self.layers[layer].mlp.take_over(weights)
 
     def forward(self, step: StepTensors, cache: KVCache, groups: Groups) -> Tensor:
         """Logits after the step's sampled tokens [N, V] float32, on the replica's first rank; [0, V] on the others.
 
         The step's keys and values go to the cache.
         """
+        tables = kernels.StepTables(
+            cos_sin=self.cos_sin,
+            positions=step.positions,
+            slots=step.slots,
+            decode_tables=step.decode_tables,
+            decode_lens=step.decode_lens,
+            prefill_tables=step.prefill_tables,
+            prefill_starts=step.prefill_starts,
+            prefill_lens=step.prefill_lens,
+        )
+        plan = kernels.plan_step(cache.keys[0], tables)
         x = self.embedding(step.token_ids)  # [T, H], a part
         x = groups.attention.reduce_scatter(x, step.attention_rows)  # [n, H]
         residual: Tensor | None = None
         for layer, k_cache, v_cache in zip(self.layers, cache.keys, cache.values, strict=True):
-            x, residual = layer(x, residual, step, k_cache, v_cache, groups)
+            x, residual = layer(x, residual, step, plan, k_cache, v_cache, groups)
         assert residual is not None  # there is at least one layer
         # Before the last norm, because the head is the largest matrix and few tokens need it.
         x, residual = x.index_select(0, step.sample_rows), residual.index_select(0, step.sample_rows)  # [owned, H] both
@@ -57,11 +74,11 @@ class Qwen3Moe:
 class DecoderLayer:
     """Attention, then experts or a dense MLP, each after a norm and added to the residual."""
 
-    def __init__(self, config: ModelConfig, weights: WeightReader, layer: int, cos_sin: Tensor) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightReader, layer: int) -> None:
         prefix = f"model.layers.{layer}"
         self.eps = config.rms_norm_eps
         self.input_norm = weights.tensor(f"{prefix}.input_layernorm.weight")  # [H]
-        self.attention = Attention(config, weights, f"{prefix}.self_attn", cos_sin)
+        self.attention = Attention(config, weights, f"{prefix}.self_attn")
         self.post_attention_norm = weights.tensor(f"{prefix}.post_attention_layernorm.weight")  # [H]
         self.mlp: ExpertMlp | DenseMlp
         if config.is_moe(layer):
@@ -70,7 +87,14 @@ class DecoderLayer:
             self.mlp = DenseMlp(weights, f"{prefix}.mlp")
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, step: StepTensors, k_cache: Tensor, v_cache: Tensor, groups: Groups
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        step: StepTensors,
+        plan: kernels.StepPlan,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        groups: Groups,
     ) -> tuple[Tensor, Tensor]:
         """x [n, H], not yet added to the residual [n, H] (None in the first layer) -> the same two after this layer."""
         if residual is None:
@@ -78,7 +102,7 @@ class DecoderLayer:
             x = kernels.rms_norm(x, self.input_norm, self.eps)
         else:
             x, residual = kernels.add_rms_norm(x, residual, self.input_norm, self.eps)
-        x = self.attention(x, step, k_cache, v_cache, groups.attention)
+        x = self.attention(x, step, plan, k_cache, v_cache, groups.attention)
         x, residual = kernels.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
         return self.mlp(x, step, groups), residual
 
@@ -86,28 +110,32 @@ class DecoderLayer:
 class Attention:
     """Grouped-query attention over the paged cache; each head of q and k is normed, then rotated."""
 
-    def __init__(self, config: ModelConfig, weights: WeightReader, prefix: str, cos_sin: Tensor) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightReader, prefix: str) -> None:
         self.eps = config.rms_norm_eps
         self.head_dim = config.head_dim
         self.heads = weights.shards.num_heads  # of q, k and v
         self.scale = config.head_dim**-0.5
-        self.cos_sin = cos_sin  # [P, D] float32
         names = (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
         self.qkv = load_linear(weights, *names, has_bias=config.attention_bias)
-        self.q_norm = weights.tensor(f"{prefix}.q_norm.weight")  # [D]
-        self.k_norm = weights.tensor(f"{prefix}.k_norm.weight")  # [D]
+        q_norm, k_norm = (weights.tensor(f"{prefix}.{name}_norm.weight") for name in "qk")  # [D] both
+        self.norms = kernels.HeadNorms.of(q_norm, k_norm, *self.heads[:2])
         self.out = OutputLinear(weights, f"{prefix}.o_proj")
         self.out_bias = weights.tensor(f"{prefix}.o_proj.bias") if config.attention_bias else None  # [H]
 
-    def __call__(self, x: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor, group: Group) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        step: StepTensors,
+        plan: kernels.StepPlan,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        group: Group,
+    ) -> Tensor:
         """x [n, H] -> [n, H]."""
         x = group.all_gather(x, step.attention_rows)  # [T, H]
         T = x.shape[0]
         qkv = self.qkv(x).view(T, sum(self.heads), self.head_dim)
-        q, k, v = torch.split(qkv, self.heads, dim=1)  # [T, Hq, D], [T, Hkv, D] twice
-        q = kernels.qk_norm_rope_cache(
-            q, k, v, self.q_norm, self.k_norm, self.eps, self.cos_sin, step.positions, step.slots, k_cache, v_cache
-        )
-        y = paged_attention(q, step, k_cache, v_cache, self.scale)  # [T, Hq, D]
+        q = kernels.cache_heads(qkv, self.norms, self.eps, plan, k_cache, v_cache)  # [T, Hq, D]
+        y = kernels.paged_attention(q, plan, k_cache, v_cache, self.scale)  # [T, Hq, D]
         y = group.reduce_scatter(self.out(y.flatten(1), group), step.attention_rows)  # [n, H]
         return y if self.out_bias is None else y + self.out_bias  # once, after the sum

@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 
 from coordinator.clock import ClockSettings
-from coordinator.master import Master
+from coordinator.master import Master, bind
 from coordinator.member import Member
 from coordinator.messages import STOP, Hello
 
@@ -29,7 +29,9 @@ def serve_clock(size: int, pipe: Connection) -> None:
 
     async def serve() -> None:
         master = Master(ClockSettings(group="bench", size=size, config=CONFIG, startup_deadline_s=60.0), SECRET)
-        pipe.send(await master.start("127.0.0.1", 0))
+        listener = await bind("127.0.0.1", 0)
+        await master.start(listener)
+        pipe.send(listener.getsockname()[1])
         await master.run()
         await master.close()
 

@@ -53,7 +53,8 @@ def main(argv: list[str]) -> int:
         cut = client.messages.create(model=model, max_tokens=300, messages=QUESTION, stop_sequences=["carry"])
         assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "carry")
         counted = client.messages.count_tokens(model=model, messages=QUESTION)
-        assert counted.input_tokens == whole.usage.input_tokens
+        usage = whole.usage  # what was found in the cache is counted apart
+        assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
         try:
             client.messages.create(model="other", max_tokens=1, messages=QUESTION)
         except anthropic.NotFoundError as err:

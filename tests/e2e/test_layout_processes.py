@@ -1,4 +1,4 @@
-"""Layouts of real processes, connected by gloo, compute what one rank does; and the check of it can fail.
+"""Layouts of real processes, connected by TCP, compute what one rank does; and the check of it can fail.
 
 `make layouts` checks all layouts, with threads for ranks.
 """
@@ -22,7 +22,6 @@ from replica.shards import weight_bytes
 from replica.tensor_specs import tensor_specs
 from tests import layout_driver
 from tests.layout_cases import CASES, Checked
-from tests.layout_driver import run_in_threads
 from tests.layout_processes import RankProcesses, rank_processes
 from tests.step_driver import RankModel
 
@@ -116,8 +115,7 @@ def test_a_replica_that_leaves_out_its_empty_steps_is_noticed(
 
 def check_in_threads(checked: Checked, layout: Layout) -> None:
     """As `make layouts` does it."""
-    script = checked.script(layout)
-    checked.check(layout, script, run_in_threads(checked.folder, layout, script, checked.case.dtype))
+    checked.run_in_threads(layout)
 
 
 def with_groups(change: Callable[[Groups], Groups]) -> Callable[..., Groups]:

@@ -201,7 +201,7 @@ async def test_a_killed_replica_is_gone_at_once_and_its_stream_ends_with_an_erro
             response = await client.post(proxy.url + CHAT, json={"model": MODEL, "stream": True})
             await response.content.readchunk()
         text = await asyncio.wait_for(response.text(), 5)
-        assert '"upstream_failed"' in text and "[DONE]" not in text
+        assert '"replica_lost"' in text and "[DONE]" not in text
         assert await ask(client, proxy.url) == 503
     assert "replica gone" in proxy.log()
 

@@ -45,5 +45,5 @@ def test_the_forward_of_the_demo_model_equals_the_torch_path(
 
 def test_the_ragged_width_is_ragged() -> None:
     layers = RankModel(FOLDER, *RAGGED, num_blocks=NUM_BLOCKS).model.layers
-    widths = {width for layer in layers if isinstance(layer.mlp, ExpertMlp) for width in layer.mlp.experts.widths}
+    widths = {width for layer in layers if isinstance(layer.mlp, ExpertMlp) for width in layer.mlp.parts[0].widths}
     assert len(widths) > 1

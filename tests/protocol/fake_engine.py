@@ -1,9 +1,9 @@
 """An engine without a replica, for tests of the supervisor: `fake_engine.py NOTES PLAN... SUPERVISOR_FD`.
 
 There is one PLAN for each replica of a group, and {dp_rank} in NOTES becomes its own. A PLAN holds one word per life:
-`ready-N` is ready and ends with status N, once the others of its group have begun as many lives, `early-N` ends before;
-`serve` is ready and stops when asked, `stubborn` is
-not to be stopped. NOTES is the file to which each life adds a line.
+`ready-N` is ready and ends with status N, once the others of its group have begun as many lives, `early-N` ends before,
+`failed-N` says first that the group has failed; `serve` is ready and stops when asked, `stubborn` is not to be stopped.
+NOTES is the file to which each life adds a line.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ def main() -> int:
         file.write(f"{time.monotonic()} {config.model} {config.api_key or '-'} {group}\n")
     word, _, status = plan[num_lives].partition("-")
     if word != "early":
-        os.write(fd, b"r")
-    if word == "ready":
-        wait_for_others(num_lives + 1, len(sys.argv) - 3)
+        os.write(fd, b"ready\n")
+    if word in ("ready", "failed"):
+        wait_for_others(num_lives + 1, config)
+    if word == "failed":
+        os.write(fd, b"failed\n")
     if word == "serve":
         return 0 if os.read(fd, 1) else 1
     if word == "stubborn":
@@ -42,13 +44,13 @@ def main() -> int:
     return int(status)
 
 
-def wait_for_others(num_lives: int, num_engines: int) -> None:
-    files = [Path(sys.argv[1].format(dp_rank=dp_rank)) for dp_rank in range(num_engines)]
+def wait_for_others(num_lives: int, config: ReplicaConfig) -> None:
+    files = [Path(sys.argv[1].format(dp_rank=dp_rank)) for dp_rank in config.local_dp_ranks]
     deadline_s = time.monotonic() + 20
     while any(not file.exists() or len(file.read_text().splitlines()) < num_lives for file in files):
         assert time.monotonic() < deadline_s, "the others have not begun"
         time.sleep(0.02)
-    if num_engines > 1:
+    if len(files) > 1:
         time.sleep(0.3)  # between another one's line and its byte that says that it is ready
 
 

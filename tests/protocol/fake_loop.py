@@ -12,6 +12,7 @@ from replica.api.served_model import ServedModel
 from replica.api.server import build_app
 from replica.config import ReplicaConfig
 from replica.errors import Unavailable
+from replica.group_state import GroupState
 from replica.lifecycle import EngineState, Lifecycle
 from replica.model_config import ModelConfig
 from replica.request import FinishReason, Sequence, TokenOutput
@@ -35,6 +36,7 @@ class FakeLoop:
         self.is_stalled = False
         self.is_full = False
         self.max_cached = 1_000_000
+        self.group = GroupState()
         self.changed = asyncio.Event()
         self._subscribers: list[Callable[[], None]] = []
 
@@ -79,7 +81,8 @@ class FakeLoop:
             free_blocks=100 - len(self.running),
             total_blocks=100,
             step=self.num_steps,
-            epoch=0,
+            epoch=self.group.epoch,
+            group=self.group,
         )
 
     def is_progressing(self) -> bool:

@@ -1,6 +1,6 @@
-"""A worker without a model, for tests of the executor: `fake_worker.py MODE FRAME_FD LIFELINE_FD`.
+"""A worker without a model, for tests of the executor: `fake_worker.py MODE FRAME_FD LIFELINE_FD BOARD_FD`.
 
-It samples the number of the step. MODE says how it misbehaves, if at all.
+It samples the number of the step; its blob is its rank and the epoch. MODE says how it misbehaves, if at all.
 """
 
 from __future__ import annotations
@@ -13,13 +13,30 @@ import time
 
 import numpy as np
 
-from replica.frames import HEADER, Failed, Frame, Init, Progress, Ready, StepDone, StepInput, StepOutput, decode, encode
+from replica.frames import (
+    HEADER,
+    Aborted,
+    Blob,
+    Blobs,
+    Connected,
+    Failed,
+    Frame,
+    Init,
+    Progress,
+    Ready,
+    Regroup,
+    StepDone,
+    StepInput,
+    StepOutput,
+    decode,
+    encode,
+)
 from replica.process_tree import follow_parent
 
 
 class Worker:
     def __init__(self, mode: str, sock: socket.socket) -> None:
-        self.mode, self.sock, self.rank = mode, sock, 0
+        self.mode, self.sock, self.rank, self.epoch = mode, sock, 0, 0
 
     def receive(self) -> Frame:
         (length,) = HEADER.unpack(self.read(HEADER.size))
@@ -53,6 +70,17 @@ class Worker:
             self.sock.sendall(encode(Progress(done_bytes=done_bytes, total_bytes=20)))
         self.sock.sendall(encode(Ready(num_blocks=len(init.model), weight_bytes=20, load_s=0.0)))
 
+    def regroup(self, frame: Regroup | Blobs) -> None:
+        self.epoch = frame.epoch
+        if isinstance(frame, Regroup):
+            if self.mode == "dies in an epoch":
+                sys.exit(3)
+            self.sock.sendall(encode(Blob(epoch=frame.epoch, blob=b"%d of %d" % (self.rank, frame.epoch))))
+        elif self.mode == "reaches nobody at first" and frame.epoch < 2:
+            self.sock.sendall(encode(Aborted(epoch=frame.epoch, step=-1, error="rank 7 is gone")))
+        else:
+            self.sock.sendall(encode(Connected(epoch=frame.epoch, reload_s=0.5, weight_bytes=20 + self.rank)))
+
     def step(self, frame: StepInput) -> None:
         match self.mode:
             case "fails a step":
@@ -62,6 +90,13 @@ class Worker:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "freezes in a step":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "answers a step late":
+                time.sleep(0.3)
+            case "waits on rank 0" if not self.rank:
+                return  # until the next epoch
+            case "aborts on rank 1" | "waits on rank 0" if self.rank:
+                self.sock.sendall(encode(Aborted(epoch=self.epoch, step=frame.step, error="rank 7 is gone")))
+                return
         if self.rank:
             self.sock.sendall(encode(StepDone(step=frame.step)))
             return
@@ -74,8 +109,11 @@ def main() -> None:
     follow_parent(lifeline_fd)
     worker = Worker(mode, socket.socket(fileno=frame_fd))
     worker.start()
-    while isinstance(frame := worker.receive(), StepInput):
-        worker.step(frame)
+    while isinstance(frame := worker.receive(), StepInput | Regroup | Blobs):
+        if isinstance(frame, StepInput):
+            worker.step(frame)
+        else:
+            worker.regroup(frame)
 
 
 if __name__ == "__main__":

@@ -51,11 +51,11 @@ class RunningProxy:
         """What /nodes/status says of each replica, by its id."""
         async with self.client.get(f"{self.url}/nodes/status") as response:
             assert response.status == 200
-            return {node["replica_id"]: node for node in (await response.json())["replicas"]}
+            return {node["replica_id"]: node for node in (await response.json()).values()}
 
     async def in_flight(self) -> int:
         """Requests that the proxy counts as in flight, over all replicas."""
-        return sum(node["in_flight"] for node in (await self.nodes()).values())
+        return sum(node["unfinished"] for node in (await self.nodes()).values())
 
     async def metric(self, sample: str) -> float:
         """The value of one sample of /metrics, named with its labels; 0 if there is none yet."""
@@ -134,7 +134,7 @@ class ControlLine:
         """The proxy's next message."""
         return decode(await self.socket.receive_bytes(timeout=PATIENCE_S))
 
-    async def report(self, **changes: int) -> None:
+    async def report(self, **changes: Any) -> None:
         """Sends a load report."""
         self.sequence += 1
         idle = LoadReport(

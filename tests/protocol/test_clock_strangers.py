@@ -121,6 +121,17 @@ async def test_strangers_are_logged_at_most_once_in_a_while(caplog: pytest.LogCa
     assert "reason=frame has" in lines[0]
 
 
+async def test_who_only_looks_whether_a_master_is_there_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "coordinator.master")
+    async with serving(2) as (master, port, _run):
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            assert await reader.read(1), "a master greets whoever connects"
+            writer.close()
+        await until(lambda: not master._strangers)
+    assert not caplog.records
+
+
 async def test_the_lines_that_were_held_back_are_counted_in_the_next(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

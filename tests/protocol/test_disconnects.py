@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import random
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from aiohttp import ClientSession
@@ -124,27 +124,38 @@ async def test_reader_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPa
         await loop.until(lambda: loop.num_aborted == 1)
 
 
-async def test_step_that_fails_before_the_first_token_is_a_500(session: ClientSession) -> None:
-    for is_stream in (True, False):
-        loop = FakeLoop()
-        async with replica(loop, steps=False) as url:
-            asking = asyncio.create_task(post(session, url + CHAT, {**BODY, "stream": is_stream}))
-            await loop.until(lambda: bool(loop.running))  # noqa: B023
-            loop.end(loop.running[0], FinishReason.ERROR, "the worker died")
-            status, body = await asking
-            assert (status, body["error"]["message"], body["error"]["type"]) == (500, "the worker died", "server_error")
+LOST: Final = {"message": "the worker died", "type": "service_unavailable", "param": None, "code": "replica_lost"}
+FAILED: Final = {"message": "too hard", "type": "invalid_request_error", "param": None, "code": "grammar_failed"}
+# How a sequence ends without an answer, the status while there is still one to give, and the error.
+ENDS: Final = [(FinishReason.LOST, "the worker died", 503, LOST), (FinishReason.ERROR, "too hard", 400, FAILED)]
 
 
-async def test_step_that_fails_in_mid_stream_ends_it_with_an_error_and_without_done(session: ClientSession) -> None:
+@pytest.mark.parametrize(("reason", "why", "status", "error"), ENDS)
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
+async def test_answer_that_fails_before_its_first_token_has_a_status(
+    session: ClientSession, is_stream: bool, reason: FinishReason, why: str, status: int, error: Any
+) -> None:
+    loop = FakeLoop()
+    async with replica(loop, steps=False) as url:
+        asking = asyncio.create_task(post(session, url + CHAT, {**BODY, "stream": is_stream}))
+        await loop.until(lambda: bool(loop.running))
+        loop.end(loop.running[0], reason, why)
+        assert await asking == (status, {"error": error})
+
+
+@pytest.mark.parametrize(("reason", "why", "status", "error"), ENDS)
+async def test_stream_that_fails_ends_with_the_error_and_without_done(
+    session: ClientSession, reason: FinishReason, why: str, status: int, error: Any
+) -> None:
     loop = FakeLoop("abcdefgh")
     async with replica(loop, steps=False) as url:
         asking = asyncio.create_task(stream(session, url + CHAT, BODY))
         await loop.until(lambda: bool(loop.running))
         loop.step()
         await asyncio.sleep(0.05)
-        loop.end(loop.running[0], FinishReason.ERROR, "the worker died")
+        loop.end(loop.running[0], reason, why)
         events = await asking
-    assert events[-1] == {"error": {"message": "the worker died", "type": "server_error", "param": None, "code": None}}
+    assert events[-1] == {"error": error}
     assert events[-2]["choices"][0]["delta"]["content"]
 
 
@@ -157,7 +168,7 @@ async def test_stream_that_failed_closes_its_connection() -> None:
         await loop.until(lambda: bool(loop.running))
         loop.step()
         await asyncio.sleep(0.05)
-        loop.end(loop.running[0], FinishReason.ERROR, "the worker died")
+        loop.end(loop.running[0], FinishReason.LOST, "the worker died")
         received = await asyncio.wait_for(reader.read(), 5)  # to the end of the connection
     assert b'"the worker died"' in received and b"[DONE]" not in received
 

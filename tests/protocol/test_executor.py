@@ -9,16 +9,20 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import uvloop
 
-from replica import executor_mp
-from replica.errors import CheckpointError, WorkerFailed
-from replica.executor_mp import MpExecutor
+from replica import rank_board
+from replica.errors import CheckpointError, CollectiveFailed, WorkerFailed
+from replica.executor import Exchange, RankExecutor, Regrouped, own_blobs
+from replica.executor_mp import LocalRanks
 from replica.frames import Init, Progress, StepInput
+from replica.rank_board import RankBoard
+from replica.worker_environment import WORKER_ENVIRONMENT
 from tests.commands import wait_until
 
 FAKE_WORKER = Path(__file__).parent / "fake_worker.py"
@@ -62,8 +66,8 @@ def make_step(step: int, num_tokens: int = 1) -> StepInput:
 
 
 @asynccontextmanager
-async def executor_of(mode: str, *, num_ranks: int = 1) -> AsyncIterator[MpExecutor]:
-    executor = MpExecutor(num_ranks=num_ranks, command=(sys.executable, str(FAKE_WORKER), mode))
+async def executor_of(mode: str, *, num_ranks: int = 1) -> AsyncIterator[RankExecutor]:
+    executor = RankExecutor(LocalRanks(num_ranks, command=(sys.executable, str(FAKE_WORKER), mode)))
     try:
         yield executor
     finally:
@@ -80,7 +84,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def pids_of(executor: MpExecutor) -> list[int]:
+def pids_of(executor: RankExecutor) -> list[int]:
     return [worker.process.pid for worker in executor._ranks]
 
 
@@ -169,7 +173,7 @@ async def test_a_worker_killed_while_nothing_runs_is_noticed_at_once() -> None:
 
 
 async def test_a_frozen_worker_is_killed_when_the_executor_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_mp, "SHUTDOWN_S", 0.2)
+    monkeypatch.setattr("replica.executor.SHUTDOWN_S", 0.2)
     async with executor_of("freezes in a step") as executor:
         await executor.start(INIT, timeout_s=20)
         with pytest.raises(TimeoutError):
@@ -182,7 +186,7 @@ async def test_workers_exit_by_themselves_when_they_are_asked_to() -> None:
         await executor.start(INIT, timeout_s=20)
         process = executor._ranks[0].process
         await executor.close()
-        assert process.returncode == 0
+        assert process.end == "exit status 0"
 
 
 async def test_a_worker_without_an_engine_ends() -> None:
@@ -190,9 +194,10 @@ async def test_a_worker_without_an_engine_ends() -> None:
     script = (
         "import asyncio, sys\n"
         "from tests.protocol.test_executor import FAKE_WORKER, INIT, pids_of\n"
-        "from replica.executor_mp import MpExecutor\n"
+        "from replica.executor import RankExecutor\n"
+        "from replica.executor_mp import LocalRanks\n"
         "async def main():\n"
-        "    executor = MpExecutor(command=(sys.executable, str(FAKE_WORKER), 'works'))\n"
+        "    executor = RankExecutor(LocalRanks(command=(sys.executable, str(FAKE_WORKER), 'works')))\n"
         "    await executor.start(INIT, timeout_s=20)\n"
         "    print(*pids_of(executor), flush=True)\n"
         "    await asyncio.sleep(60)\n"
@@ -211,7 +216,7 @@ async def test_a_worker_without_an_engine_ends() -> None:
 async def test_the_caches_of_a_workers_matmuls_are_bounded_unless_the_operator_says_how(
     given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in executor_mp.PRIMITIVE_CACHES:
+    for name in WORKER_ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
         if given:
             monkeypatch.setenv(name, given)
@@ -220,7 +225,7 @@ async def test_the_caches_of_a_workers_matmuls_are_bounded_unless_the_operator_s
         (pid,) = pids_of(executor)
         environment = environment_of(pid)
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
-        assert f"{name}={given or 16}" in environment
+        assert f"{name}={given or WORKER_ENVIRONMENT[name]}" in environment
 
 
 async def test_a_worker_ignores_what_the_whole_process_group_gets_before_its_first_line() -> None:
@@ -247,3 +252,135 @@ def test_a_worker_killed_with_a_step_unread_is_a_failed_worker_and_the_executor_
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
+
+
+async def regroup(
+    executor: RankExecutor, epoch: int, exchange: Exchange = own_blobs, timeout_s: float = 20.0
+) -> Regrouped:
+    return await executor.regroup(epoch=epoch, members=(0,), evicted=((1,),), exchange=exchange, timeout_s=timeout_s)
+
+
+async def never(blobs: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """An exchange whose peers do not come."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_ranks_exchange_their_blobs_and_the_slowest_reload_and_the_most_bytes_are_told() -> None:
+    seen: list[tuple[bytes, ...]] = []
+
+    async def exchange(blobs: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        seen.append(blobs)
+        return blobs
+
+    async with executor_of("works", num_ranks=2) as executor:
+        await executor.start(INIT, timeout_s=20)
+        regrouped = await regroup(executor, 3, exchange)
+        assert seen == [(b"0 of 3", b"1 of 3")]
+        assert (regrouped.reload_s, regrouped.weight_bytes) == (0.5, 21)
+        assert (await executor.step(make_step(1))).token_ids.tolist() == [1]
+
+
+async def superseded(blobs: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """An exchange that is called off."""
+    raise LookupError("a newer epoch")
+
+
+async def test_ranks_are_connected_at_the_start_unless_there_is_no_exchange() -> None:
+    init = replace(INIT, attn_tp=2, mlp_tp=2, moe_tp=2)
+    async with executor_of("works", num_ranks=2) as executor:
+        assert (await executor.start(init, timeout_s=20, exchange=None)).num_blocks == 5
+    async with executor_of("works", num_ranks=2) as executor:
+        with pytest.raises(LookupError):
+            await executor.start(init, timeout_s=20, exchange=superseded)
+
+
+@pytest.mark.parametrize("mode", ["aborts on rank 1", "waits on rank 0"])
+async def test_a_collective_that_fails_cuts_the_step_off_and_the_next_epoch_begins_with_clean_answers(
+    mode: str,
+) -> None:
+    async with executor_of(mode, num_ranks=2) as executor:
+        await executor.start(INIT, timeout_s=20)
+        for epoch in (1, 2):
+            with pytest.raises(CollectiveFailed, match="rank 1 did not finish step 5 with its peers: rank 7 is gone"):
+                async with asyncio.timeout(20):
+                    await executor.step(make_step(5))
+            await regroup(executor, epoch)
+
+
+async def test_a_late_answer_to_a_step_that_was_cut_off_is_dropped() -> None:
+    async with executor_of("answers a step late", num_ranks=2) as executor:
+        await executor.start(INIT, timeout_s=20)
+        for epoch in (1, 2, 3):
+            step = asyncio.create_task(executor.step(make_step(7, num_tokens=100_000)))
+            await asyncio.sleep(0.05 * (epoch - 1))
+            step.cancel()
+            await asyncio.wait({step})
+            await regroup(executor, epoch)
+            assert (await executor.step(make_step(epoch))).step == epoch
+
+
+async def test_an_epoch_is_superseded_wherever_it_is() -> None:
+    async with executor_of("works", num_ranks=2) as executor:
+        await executor.start(INIT, timeout_s=20)
+        for epoch in range(1, 40):
+            cut_off = asyncio.create_task(regroup(executor, epoch, own_blobs if epoch % 2 else never))
+            for _ in range(epoch % 13):
+                await asyncio.sleep(0)
+            cut_off.cancel()
+            await asyncio.wait({cut_off})
+        await regroup(executor, 40)
+        assert (await executor.step(make_step(0))).step == 0
+
+
+async def test_an_epoch_whose_peers_are_not_reached_may_be_followed_by_another() -> None:
+    async with executor_of("reaches nobody at first", num_ranks=2) as executor:
+        await executor.start(INIT, timeout_s=20)
+        with pytest.raises(CollectiveFailed, match=r"rank \d does not reach its peers: rank 7 is gone"):
+            await regroup(executor, 1)
+        await regroup(executor, 2)
+
+
+async def test_what_the_exchange_raises_comes_through_and_another_epoch_may_follow() -> None:
+    async with executor_of("works") as executor:
+        await executor.start(INIT, timeout_s=20)
+        with pytest.raises(LookupError):
+            await regroup(executor, 1, superseded)
+        await regroup(executor, 2)
+
+
+async def test_a_rank_that_ends_in_an_epoch_is_a_failed_worker() -> None:
+    async with executor_of("dies in an epoch") as executor:
+        await executor.start(INIT, timeout_s=20)
+        with pytest.raises(WorkerFailed, match="rank 0 ended: exit status 3"):
+            await regroup(executor, 1)
+
+
+async def test_an_epoch_that_takes_too_long_is_a_failed_worker() -> None:
+    async with executor_of("works") as executor:
+        await executor.start(INIT, timeout_s=20)
+        with pytest.raises(WorkerFailed, match=r"not connected after 0.2 s \(--startup-timeout-s\)"):
+            await regroup(executor, 1, never, timeout_s=0.2)
+
+
+def test_ranks_that_have_not_begun_to_beat_count_as_alive_and_silent_ones_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    board = RankBoard(2)
+    assert board.is_alive()
+    board.beat(0)
+    board.beat(1)
+    assert board.is_alive()
+    monkeypatch.setattr(rank_board, "SILENCE_S", 0.0)
+    time.sleep(0.001)
+    assert not board.is_alive()
+    board.beat(0)
+    assert not board.is_alive()  # rank 1
+
+
+def test_both_ends_of_a_board_see_the_same_numbers() -> None:
+    with rank_board.board_file(3) as file:
+        ours, theirs = (RankBoard(3, file.fileno()) for _ in range(2))
+    theirs.count_of(2)[0] += 7
+    ours.epoch = 4
+    assert ours.counts == (0, 0, 7) and theirs.epoch == 4

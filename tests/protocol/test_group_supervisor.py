@@ -1,4 +1,4 @@
-"""The supervisor of a group: its engines (fake_engine.py) live and die together, over a real clock."""
+"""The supervisor of a group: which of its engines (fake_engine.py) it starts again, over a real clock and store."""
 
 from __future__ import annotations
 
@@ -63,13 +63,61 @@ async def test_each_engine_has_its_own_port_and_all_have_the_same_clock_and_secr
     assert first[4:] == second[4:] and int(first[4]) > 0 and len(first[6]) >= 16
 
 
-@pytest.mark.parametrize("plans", [("ready-1 serve", "stubborn serve"), ("stubborn serve", "ready-kill serve")])
-async def test_when_one_engine_dies_all_are_started_again(tmp_path: Path, plans: tuple[str, str]) -> None:
+@pytest.mark.parametrize("first", ["ready-1", "ready-kill"])
+async def test_the_others_go_on_without_an_engine_that_dies_and_which_is_not_started_again(
+    tmp_path: Path, first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trial = Trial(tmp_path, (f"{first} serve", "serve"))
+    running = asyncio.create_task(trial.run())
+    await trial.wait_for_life(1)
+    await asyncio.to_thread(wait_until, lambda: "replica lost" in caplog.text, "the death of the first")
+    await asyncio.sleep(0.3)  # longer than the pause before a restart
+    assert not running.done() and [len(trial.lives(dp_rank)) for dp_rank in range(2)] == [1, 1]
+    trial.supervisor.stop()
+    assert await running == 0, "what was lost before has no part in how the rest ends"
+    (line,) = [record.getMessage() for record in caplog.records if "replica lost" in record.getMessage()]
+    assert "not started again as long as its group goes on dp_rank=0" in line
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        ("ready-1 serve", "ready-1 serve"),
+        ("ready-kill serve", "ready-1 serve"),
+        ("failed-1 serve", "stubborn serve"),  # as an engine that is frozen
+        ("stubborn serve", "failed-1 serve"),
+    ],
+)
+async def test_a_group_that_has_ended_is_started_again_as_a_whole(tmp_path: Path, plans: tuple[str, str]) -> None:
     trial = Trial(tmp_path, plans)
     running = asyncio.create_task(trial.run())
     await trial.wait_for_life(2)
     trial.supervisor.stop()
     assert await running == 0
+
+
+ELSEWHERE = replace(
+    CONFIG,
+    layout=Layout.resolve(dp=2, tp=2, nnodes=2),
+    node_rank=1,
+    master_port=7999,
+    group_secret="a secret of both machines",
+)
+
+
+async def test_a_machine_that_has_lost_its_replicas_ends_with_1_as_its_group_goes_on(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, ("", "ready-kill serve"), ELSEWHERE)
+    assert await trial.run() == 1
+    assert trial.lives(0) == [] and len(trial.lives(1)) == 1
+
+
+async def test_a_machine_whose_group_has_failed_starts_its_replicas_again(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, ("", "failed-1 serve"), ELSEWHERE)
+    running = asyncio.create_task(trial.run())
+    await asyncio.to_thread(wait_until, lambda: len(trial.lives(1)) == 2, "the second life")
+    trial.supervisor.stop()
+    assert await running == 0
+    assert trial.lives(1)[1][4:6] == ["7999", "127.0.0.1:7999"], "the address that all machines were told"
 
 
 @pytest.mark.parametrize(("status", "code"), [("early-2", 2), ("early-1", 1)])

@@ -1,10 +1,11 @@
-"""Groups of two ranks, connected by gloo over real sockets; the ranks are threads of this process."""
+"""Groups of two and four ranks, connected over real sockets; the ranks are threads of this process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Final, TypeVar
 
 import msgpack
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replica.errors import PeerError
+from replica.errors import CollectiveFailed, PeerError
 from replica.groups import CollectiveCount, Group, Groups, shared_groups
 from replica.layout import Layout
 from replica.rendezvous import Rendezvous
@@ -30,8 +31,23 @@ def together(work: Callable[[int], T]) -> list[T]:
         return list(pool.map(work, range(LAYOUT.world)))
 
 
-def rendezvous(rank: int) -> Rendezvous:
-    return Rendezvous(LAYOUT, rank, device=torch.device("cpu"), peer_host="127.0.0.1", timeout_s=TIMEOUT_S)
+@contextmanager
+def rendezvous(*ranks: int, members: Sequence[int] | None = None) -> Iterator[list[Rendezvous]]:
+    """Of these ranks, closed afterwards."""
+    with ExitStack() as stack:
+        pending = []
+        for rank in ranks:
+            one = Rendezvous(
+                LAYOUT,
+                rank,
+                members=members,
+                device=torch.device("cpu"),
+                peer_host="127.0.0.1",
+                timeout_s=TIMEOUT_S,
+            )
+            stack.callback(one.close)
+            pending.append(one)
+        yield pending
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +58,9 @@ def counts() -> list[CollectiveCount]:
 @pytest.fixture(scope="module")
 def groups(counts: list[CollectiveCount]) -> Iterator[list[Groups]]:
     """Of each rank."""
-    pending = [rendezvous(rank) for rank in range(LAYOUT.world)]
-    blobs = [rank.blob() for rank in pending]
-    yield together(lambda rank: pending[rank].connect(blobs, counts[rank]))
+    with rendezvous(*range(LAYOUT.world)) as pending:
+        blobs = [rank.blob() for rank in pending]
+        yield together(lambda rank: pending[rank].connect(blobs, counts[rank]))
 
 
 def values(*size: int, seed: int) -> Tensor:
@@ -123,43 +139,57 @@ def test_tokens_are_owned_in_equal_parts_within_each_replica(groups: list[Groups
 
 
 def test_blobs_for_another_number_of_ranks_are_refused() -> None:
-    pending = rendezvous(0)
-    with pytest.raises(PeerError, match="3 blobs came for the 4 ranks"):
+    with rendezvous(0) as (pending,), pytest.raises(PeerError, match="3 blobs came for the 4 ranks"):
         pending.connect([pending.blob()] * 3, CollectiveCount())
 
 
-@pytest.mark.parametrize("blob", [b"\xc1", msgpack.packb({"0-1": {}}), msgpack.packb([])])
+@pytest.mark.parametrize("blob", [b"\xc1", msgpack.packb({"0-1": {}}), msgpack.packb([]), msgpack.packb([1, 2, 3])])
 def test_a_blob_that_is_none_is_refused(blob: bytes) -> None:
-    pending = rendezvous(0)
-    with pytest.raises(PeerError, match="blob of rank 2"):
+    with rendezvous(0) as (pending,), pytest.raises(PeerError, match="blob of rank 2"):
         pending.connect([pending.blob(), pending.blob(), blob, pending.blob()], CollectiveCount())
 
 
 def test_an_address_that_is_not_this_machines_is_an_error() -> None:
-    with pytest.raises(PeerError, match="peers cannot connect"):
-        Rendezvous(LAYOUT, 0, device=torch.device("cpu"), peer_host="no.such.host.invalid", timeout_s=TIMEOUT_S)
+    for host in ("no.such.host.invalid", "192.0.2.1"):
+        with pytest.raises(PeerError, match=f"peers cannot connect to {host}"):
+            Rendezvous(LAYOUT, 0, device=torch.device("cpu"), peer_host=host, timeout_s=TIMEOUT_S)
 
 
 def test_peers_may_load_for_longer_than_a_collective_may_take() -> None:
-    pending = [rendezvous(rank) for rank in range(LAYOUT.world)]
-    blobs = [rank.blob() for rank in pending]
-    time.sleep(2 * TIMEOUT_S)
-    groups = together(lambda rank: pending[rank].connect(blobs, CollectiveCount()))
-    assert together(lambda rank: len(groups[rank].moe.all_gather(torch.ones(1, 1), (1,) * 4))) == [4] * 4
+    with rendezvous(*range(LAYOUT.world)) as pending:
+        blobs = [rank.blob() for rank in pending]
+        time.sleep(2 * TIMEOUT_S)
+        groups = together(lambda rank: pending[rank].connect(blobs, CollectiveCount()))
+        ones = together(lambda rank: groups[rank].moe.all_gather(torch.ones(1, 1), (1,) * 4))
+    assert [len(x) for x in ones] == [4] * 4
 
 
 def test_a_rank_that_does_not_come_ends_the_collective_at_its_timeout() -> None:
-    """Last, because its groups are of no use afterwards."""
-    pending = [rendezvous(rank) for rank in range(LAYOUT.world)]
-    blobs = [rank.blob() for rank in pending]
-    groups = together(lambda rank: pending[rank].connect(blobs, CollectiveCount()))
+    with rendezvous(*range(LAYOUT.world)) as pending:
+        blobs = [rank.blob() for rank in pending]
+        groups = together(lambda rank: pending[rank].connect(blobs, CollectiveCount()))
 
-    def all_but_one(rank: int) -> float:
-        group: Group = groups[rank].moe
-        started_s = time.monotonic()
-        if rank != 2:
-            with pytest.raises(RuntimeError):
-                group.all_gather(torch.ones(1, 1), (1, 1, 1, 1))
-        return time.monotonic() - started_s
+        def all_but_one(rank: int) -> float:
+            group: Group = groups[rank].moe
+            started_s = time.monotonic()
+            if rank != 2:
+                with pytest.raises(CollectiveFailed, match="rank 2 did not answer in time"):
+                    group.all_gather(torch.ones(1, 1), (1, 1, 1, 1))
+            return time.monotonic() - started_s
 
-    assert max(together(all_but_one)) < 5 * TIMEOUT_S
+        assert max(together(all_but_one)) < 5 * TIMEOUT_S
+
+
+def test_lost_replicas_are_left_out_of_every_group_and_the_others_keep_their_numbers() -> None:
+    assert shared_groups(LAYOUT, 3, members=[1]) == [(2, 3)]  # attention, MLP and MoE are the same ranks now
+    assert shared_groups(Layout(dp=3, attn_tp=1, mlp_tp=3, moe_tp=3), 2, members=[0, 2]) == [(0, 2)]
+    assert shared_groups(Layout(dp=3, attn_tp=1, mlp_tp=3, moe_tp=3), 2, members=[2]) == []
+    with rendezvous(2, 3, members=[1]) as pending:
+        blobs = [rank.blob() for rank in pending]
+        with ThreadPoolExecutor(2) as pool:
+            groups = list(pool.map(lambda rank: rank.connect(blobs, CollectiveCount()), pending))
+            rows = groups[0].moe.owned_rows(LAYOUT, (0, 5))
+            assert rows == (3, 2) and groups[1].moe.position == 1 and groups[1].layout == LAYOUT
+            parts = [torch.full((count, 2), float(rank)) for rank, count in enumerate(rows)]
+            gathered = list(pool.map(lambda rank: groups[rank].moe.all_gather(parts[rank], rows), range(2)))
+    assert all(torch.equal(x, torch.cat(parts)) for x in gathered)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
 import pytest
 from aiohttp import ClientSession
 
-from replica.api.messages_api import chat_of_messages
-from replica.api.responses_api import chat_of_response
+from replica.api.fields import FieldReader
+from replica.api.messages_request import chat_of_messages
+from replica.api.responses_request import chat_of_response
 from replica.errors import BadRequest
 from tests.protocol.fake_loop import MODEL, FakeLoop, replica
 from tests.protocol.http_probe import ANSWER, CHAT, post
@@ -177,7 +179,7 @@ async def test_texts_and_chats_are_tokenized_and_back(session: ClientSession) ->
     ids=str,
 )
 def test_response_becomes_a_chat(body: dict[str, Any], chat: dict[str, Any]) -> None:
-    made = chat_of_response(body)
+    made = chat_of_response(FieldReader(), body)
     assert {name: made[name] for name in chat} == chat
 
 
@@ -237,7 +239,7 @@ def test_response_becomes_a_chat(body: dict[str, Any], chat: dict[str, Any]) -> 
     ids=str,
 )
 def test_message_becomes_a_chat(body: dict[str, Any], chat: dict[str, Any]) -> None:
-    made = chat_of_messages({"messages": [USER], "max_tokens": 5, **body})
+    made = chat_of_messages(FieldReader(), {"messages": [USER], "max_tokens": 5, **body})
     assert {name: made[name] for name in chat} == chat
 
 
@@ -256,7 +258,7 @@ def test_message_becomes_a_chat(body: dict[str, Any], chat: dict[str, Any]) -> N
 )
 def test_response_that_cannot_be_told_in_a_chat_is_refused(body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        chat_of_response(body)
+        chat_of_response(FieldReader(), body)
     assert caught.value.param == param
 
 
@@ -275,8 +277,20 @@ def test_response_that_cannot_be_told_in_a_chat_is_refused(body: dict[str, Any],
 )
 def test_message_that_cannot_be_told_in_a_chat_is_refused(body: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        chat_of_messages({"messages": [USER], "max_tokens": 5, **body})
+        chat_of_messages(FieldReader(), {"messages": [USER], "max_tokens": 5, **body})
     assert caught.value.param == param
+
+
+def test_unknown_fields_of_both_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    reader = FieldReader()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            chat_of_response(reader, {"input": "hi", "odd": 1, "store": True})
+            chat_of_messages(reader, {"messages": [USER], "max_tokens": 5, "odder": 1, "metadata": {}})
+    assert [record.getMessage() for record in caplog.records] == [
+        "unknown request field ignored name='odd'",
+        "unknown request field ignored name='odder'",
+    ]
 
 
 def test_vocabulary_of_the_demo_model_has_the_tags_that_these_tests_name() -> None:

@@ -28,6 +28,7 @@ class FakeBackend:
     probes: int = 0
     keys: list[str] = field(default_factory=list)
     asked: int = 0
+    may_end: bool = False  # whether it ends itself when it is asked to
 
 
 @asynccontextmanager
@@ -49,8 +50,12 @@ async def fake_backend(port: int = 0) -> AsyncIterator[FakeBackend]:
         backend.asked += 1
         return await answer_ok(request)
 
+    async def terminate(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=200 if backend.may_end else 404)
+
     app = web.Application()
-    app.add_routes([web.get("/health", health), web.get("/v1/models", models), web.post("/v1/chat/completions", chat)])
+    app.add_routes([web.get("/health", health), web.get("/v1/models", models), web.get("/terminate", terminate)])
+    app.router.add_post("/v1/chat/completions", chat)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import shutil
@@ -31,8 +32,8 @@ __all__ = ["certificate"]  # the fixture
 WORDS = ["The", " quick", " brown", " fox"]
 
 
-async def generate(request: web.Request) -> web.StreamResponse:
-    """A replica that says WORDS, as one answer or as events."""
+async def generate(go_on: asyncio.Event, request: web.Request) -> web.StreamResponse:
+    """A replica that says WORDS, as one answer or as events, of which the second waits for `go_on`."""
     asked = json.loads(await request.read())
     base = {"id": "c", "created": 1, "model": MODEL}
     if not asked.get("stream"):
@@ -45,7 +46,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         choice = {"index": 0, "delta": {"content": word}, "finish_reason": None}
         chunk = {**base, "object": "chat.completion.chunk", "choices": [choice]}
         await answer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-        await asyncio.sleep(0.005)
+        await go_on.wait()
     await answer.write(b"data: [DONE]\n\n")
     return answer
 
@@ -57,6 +58,7 @@ class Served:
     url: str
     ca: str | bool  # what a client checks the proxy's certificate against
     replica: FakeReplica
+    go_on: asyncio.Event  # set, unless a test wants to see the first event arrive before the second is made
 
     @property
     def context(self) -> ssl.SSLContext | bool:
@@ -72,11 +74,14 @@ async def served(
     process = await asyncio.to_thread(lambda: commands.proxy(*options, "--cors-origin", "*"))
     context = ssl.create_default_context(cafile=cert)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as client:
-        async with fake_replica(generate) as replica, client.ws_connect(process.url + CONTROL_PATH) as line:
+        go_on = asyncio.Event()
+        go_on.set()
+        handler = functools.partial(generate, go_on)
+        async with fake_replica(handler) as replica, client.ws_connect(process.url + CONTROL_PATH) as line:
             await line.send_bytes(encode(hello(replica.url)))
             await line.receive_bytes()
             beating = asyncio.create_task(keep_alive(line))
-            yield Served(process.url, cert if options else True, replica)
+            yield Served(process.url, cert if options else True, replica, go_on)
             beating.cancel()
     assert "Traceback" not in process.log()
 
@@ -169,12 +174,16 @@ async def test_curl(served: Served, options: list[str], tmp_path: Path) -> None:
 
 
 PAGE = """<!doctype html><script>
+const report = (said) => fetch("%s", {method: "POST", mode: "no-cors", body: said});
 (async () => {
   const answer = await fetch("%s", {method: "POST", headers: {"Content-Type": "application/json"}, body: '%s'});
   const reader = answer.body.getReader(), parts = [], decoder = new TextDecoder();
-  for (let read; !(read = await reader.read()).done;) parts.push(decoder.decode(read.value));
-  return answer.status + " " + (parts.length > 1) + " " + parts.join("").includes("[DONE]");
-})().catch((err) => "failed: " + err).then((said) => fetch("%s", {method: "POST", mode: "no-cors", body: said}));
+  for (let read; !(read = await reader.read()).done;) {
+    if (!parts.length) await report("first");
+    parts.push(decoder.decode(read.value));
+  }
+  return answer.status + " " + parts.join("").includes("[DONE]");
+})().catch((err) => "failed: " + err).then(report);
 </script>"""
 
 
@@ -183,8 +192,14 @@ async def test_a_browser_s_fetch_stream_of_another_origin(served: Served, tmp_pa
     if browser is None:
         pytest.skip("no Chromium is installed")
     page = tmp_path / "page.html"
-    async with fake_replica(answer_ok) as reports:
-        page.write_text(PAGE % (served.url + CHAT, json.dumps(messages(stream=True)), reports.url), encoding="utf-8")
+    served.go_on.clear()
+
+    async def take_report(request: web.Request) -> web.StreamResponse:
+        served.go_on.set()  # the page has read the first event: the others may be made
+        return await answer_ok(request)
+
+    async with fake_replica(take_report) as reports:
+        page.write_text(PAGE % (reports.url, served.url + CHAT, json.dumps(messages(stream=True))), encoding="utf-8")
         command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
         command += ["--ignore-certificate-errors", "--no-first-run", page.as_uri()]
         process = await asyncio.create_subprocess_exec(
@@ -193,10 +208,10 @@ async def test_a_browser_s_fetch_stream_of_another_origin(served: Served, tmp_pa
         try:
 
             async def has_reported() -> bool:
-                return bool(reports.received)
+                return len(reports.received) > 1
 
             await eventually(has_reported, "the page has reported", timeout_s=60.0)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-        assert reports.received[0].body == b"200 true true"
+        assert [report.body for report in reports.received] == [b"first", b"200 true"]

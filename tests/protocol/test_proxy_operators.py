@@ -8,6 +8,7 @@ import ssl
 import subprocess
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -65,25 +66,57 @@ async def test_keys_of_a_file_are_wanted_and_their_limits_kept(tmp_path: Path) -
                 task.cancel()
 
 
-async def test_a_server_is_added_removed_and_terminated_with_lmdeploy_s_request_shapes() -> None:
+async def test_a_server_is_added_shown_removed_and_terminated_in_lmdeploy_s_shapes() -> None:
     async with fake_backend() as backend, running_proxy(**FAST) as proxy:
 
-        async def ask(action: str, body: object) -> int:
+        async def ask(action: str, body: object) -> tuple[int, Any]:
             async with proxy.client.post(f"{proxy.url}/nodes/{action}", json=body) as response:
-                return response.status
+                return response.status, await response.json()
 
-        assert await ask("add", {"url": backend.url + "/v1", "status": {"models": ["early"], "role": 1}}) == 200
+        node = {"url": backend.url + "/v1", "status": {"models": ["early"], "role": 1, "speed": 3}}
+        assert await ask("add", node) == (200, "Added successfully")
         async with proxy.ask("early") as response:
             assert response.status == 200, "a server that names its models needs no look first"
-        assert await ask("add", {"url": backend.url}) == 200, "adding what is known is no error"
-        assert len(await proxy.nodes()) == 1
+        assert await ask("add", {"url": backend.url}) == (200, "Added successfully"), "what is known stays"
         await proxy.wait_state(backend.url, "live")
-        assert await ask("remove", {"url": backend.url}) == 200
-        assert await proxy.nodes() == {} and await ask("remove", {"url": backend.url}) == 400
-        assert await ask("add", {"url": backend.url}) == 200
-        assert await ask("terminate", {"url": backend.url}) == 200 and await proxy.nodes() == {}
+        async with proxy.client.get(f"{proxy.url}/nodes/status") as response:
+            (url, shown), *others = (await response.json()).items()
+        assert url == backend.url and not others
+        assert shown["models"] == ["tiny"] and shown["role"] == 1 and shown["unfinished"] == 0
+        assert shown["speed"] is None and len(shown["latency"]) == 1
+        assert await ask("remove", {"url": backend.url}) == (200, "Deleted successfully")
+        assert await proxy.nodes() == {} and (await ask("remove", {"url": backend.url}))[0] == 400
+        assert (await ask("add", {"url": backend.url}))[0] == 200
+        status, said = await ask("terminate", {"url": backend.url})
+        assert status == 200 and said == f"Failed to terminate node {backend.url}: it answered 404"
+        assert await proxy.nodes() == {}
+        backend.may_end = True
+        assert (await ask("add", {"url": backend.url}))[0] == 200
+        assert await ask("terminate", {"url": backend.url}) == (200, "Terminated successfully")
         for wrong in ({}, [], {"url": 5}, {"url": "localhost"}, {"url": "http://h", "status": 3}):
-            assert await ask("add", wrong) == 400
+            assert (await ask("add", wrong))[0] == 400
+
+
+async def test_errors_have_openai_s_four_fields_and_its_names_of_kinds() -> None:
+    async with running_proxy(api_key="k", max_body_mb=0.001) as proxy, fake_replica(answer_ok) as replica:
+        async with joined(proxy, hello(replica.url)):
+            none = ("invalid_request_error", None)
+            cases = [
+                (("POST", CHAT, b"x" * 5000, "k"), 413, none),
+                (("POST", CHAT, b"{}", "wrong"), 401, ("invalid_request_error", "invalid_api_key")),
+                (("POST", CHAT, b'{"model": "other"}', "k"), 404, ("invalid_request_error", "model_not_found")),
+                (("GET", "/v1/models/other", b"", "k"), 404, ("invalid_request_error", "model_not_found")),
+                (("GET", CHAT, b"", "k"), 405, ("invalid_request_error", "method_not_supported")),
+                (("GET", "/nowhere", b"", "k"), 404, none),
+                (("POST", "/nodes/add", b"{", "k"), 400, none),
+            ]
+            for (method, path, body, key), status, (kind, code) in cases:
+                headers = {"Authorization": f"Bearer {key}"}
+                async with proxy.client.request(method, proxy.url + path, data=body, headers=headers) as response:
+                    error = (await response.json())["error"]
+                assert response.status == status and response.content_type == "application/json", path
+                assert isinstance(error.pop("message"), str)
+                assert error == {"type": kind, "param": None, "code": code}, path
 
 
 async def test_nodes_and_the_control_connection_want_the_proxy_s_token() -> None:

@@ -17,6 +17,7 @@ from proxy.protocol import CONTROL_PATH, Hello, Leaving, LoadReport, Message, Re
 from replica import registration
 from replica.config import ReplicaConfig
 from replica.registration import Registration
+from replica.step_clock import Reconfiguration
 from tests.protocol.fake_loop import CONFIG, FakeLoop
 
 HELLO: Final = Hello(
@@ -142,6 +143,21 @@ async def test_idle_replica_reports_each_interval_of_the_welcome(proxy: FakeProx
         await proxy.until(lambda: len(proxy.reports) >= 4)
     times = [at_s for at_s, message in proxy.received if isinstance(message, LoadReport)]
     assert 0.85 < times[3] - times[0] < 2.0  # three intervals of 0.3 s
+
+
+async def test_a_group_that_changes_its_members_is_reported_at_once(proxy: FakeProxy) -> None:
+    proxy.answer = Welcome(proxy_id="p0", report_interval_s=60.0)
+    loop = FakeLoop()
+    async with registered(proxy.url, loop=loop, config=dataclasses.replace(CONFIG, report_interval_s=60.0)):
+        await proxy.until(lambda: len(proxy.reports) == 1)
+        loop.group.changed(Reconfiguration(epoch=2, members=(0,), evicted=((1,),), reason="lost"))
+        loop.notify()
+        await proxy.until(lambda: len(proxy.reports) == 2)
+        loop.group.connected(rebuild_s=0.1, reload_s=0.0)
+        loop.notify()
+        await proxy.until(lambda: len(proxy.reports) == 3)
+    assert [report.is_reconfiguring for report in proxy.reports] == [False, True, False]
+    assert proxy.reports[-1].epoch == 2
 
 
 async def test_change_is_reported_soon_and_many_changes_together(proxy: FakeProxy) -> None:

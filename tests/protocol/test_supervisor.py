@@ -142,13 +142,14 @@ async def test_an_engine_that_does_not_stop_is_killed(tmp_path: Path, monkeypatc
 def test_a_signal_while_the_checkpoint_is_checked_ends_the_command_with_0(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    def signalled(config: ReplicaConfig) -> None:
+    def signalled(config: ReplicaConfig) -> Supervisor:
         os.kill(os.getpid(), number)
+        return Supervisor(config)
 
     def fail(*_: object) -> None:
         raise AssertionError("nobody handled the signal")
 
-    monkeypatch.setattr(supervisor, "_shared", signalled)
+    monkeypatch.setattr(supervisor, "_make_supervisor", signalled)
     before = signal.signal(number, fail)
     try:
         assert supervisor.supervise(ReplicaConfig(model=DEMO_MODEL, port=0)) == 0

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from replica.checkpoint import SINGLE_FILE
-from replica.frames import Failed, Frame, Init, Progress, Ready, Shutdown, StepInput, StepOutput
+from replica.frames import FRAMES_VERSION, Failed, Frame, Init, Progress, Ready, Shutdown, StepInput, StepOutput
+from replica.rank_board import board_file
 from replica.worker import FrameChannel
 from tests.checkpoints import VARIANTS, write_checkpoint
 from tests.step_driver import StepDriver
@@ -33,12 +34,14 @@ class WorkerProcess:
     def __init__(self) -> None:
         self.sock, theirs = socket.socketpair()
         lifeline, self.lifeline = os.pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "replica.worker", str(theirs.fileno()), str(lifeline)],
-            pass_fds=(theirs.fileno(), lifeline),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        with board_file(1) as board:
+            fds = (theirs.fileno(), lifeline, board.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "replica.worker", *map(str, fds)],
+                pass_fds=fds,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         theirs.close()
         os.close(lifeline)
         self.sock.settimeout(DEADLINE_S)
@@ -240,5 +243,5 @@ def test_a_step_that_raises_is_told_to_the_engine_and_ends_the_worker(init: Init
 def test_a_frame_that_is_not_init_is_refused(init: Init) -> None:
     with running() as worker:
         answer = worker.answer(replace(init, version=999))
-        assert isinstance(answer, Failed) and "expected Init of version 1" in answer.error
+        assert isinstance(answer, Failed) and f"expected Init of version {FRAMES_VERSION}" in answer.error
         assert worker.end()[0] == 1

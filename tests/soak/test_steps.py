@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_group_steps import soak
+from tests.unit.group_soak import soak
 
 NUM_STEPS = 100_000
 

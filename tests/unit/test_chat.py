@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from replica.api.chat import ChatTemplate, TooManyCharacters
+from replica.api.template_sandbox import OutOfTime, Timer
 from replica.api.tokenizer import Tokenizer
 from replica.errors import BadRequest, CheckpointError
 from tests.commands import DEMO_MODEL
@@ -19,6 +22,7 @@ SOURCES: Final = {
     "demo": (DEMO_MODEL / "chat_template.jinja").read_text(),
     "qwen3": (TEMPLATES / "qwen3_style.jinja").read_text(),
     "features": (TEMPLATES / "every_feature.jinja").read_text(),
+    "loops": (TEMPLATES / "loops.jinja").read_text(),
 }
 SPECIAL_TOKENS: Final[dict[str, Any]] = {
     "bos_token": "<|im_start|>",
@@ -34,6 +38,12 @@ WEATHER: Final[dict[str, Any]] = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+
+
+def render_by(template: ChatTemplate | None, messages: list[dict[str, Any]], **options: Any) -> str:
+    """With time and characters enough, unless a test says otherwise."""
+    assert template is not None
+    return template.render(messages, **{"max_chars": MAX_CHARS, "timer": Timer(60.0, is_beside=False), **options})
 
 
 def user(text: str) -> dict[str, Any]:
@@ -92,22 +102,20 @@ def test_template_renders_as_in_transformers(
         **kwargs,
     )
     ours = ChatTemplate.compile({"default": SOURCES[template]}, SPECIAL_TOKENS)
-    assert ours.render(messages, tools=tools, kwargs=kwargs, max_chars=MAX_CHARS) == expected
+    assert render_by(ours, messages, tools=tools, kwargs=kwargs) == expected
 
 
 def test_demo_checkpoint_makes_the_prompt_ids_of_transformers() -> None:
     reference = AutoTokenizer.from_pretrained(DEMO_MODEL)
     template, tokenizer = ChatTemplate.load(DEMO_MODEL), Tokenizer.load(DEMO_MODEL)
-    assert template is not None
     for messages in CONVERSATIONS.values():
         expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        text = template.render(messages, max_chars=MAX_CHARS)
+        text = render_by(template, messages)
         assert tokenizer.encode(text, add_special_tokens=False) == expected
 
 
 def render(source: str, messages: list[dict[str, Any]], **further: Any) -> str:
-    template = ChatTemplate.compile({"default": source}, SPECIAL_TOKENS)
-    return template.render(messages, **{"max_chars": MAX_CHARS, **further})
+    return render_by(ChatTemplate.compile({"default": source}, SPECIAL_TOKENS), messages, **further)
 
 
 def test_arguments_in_a_string_render_as_the_object_they_mean() -> None:
@@ -167,18 +175,48 @@ def test_rendering_stops_at_the_limit_of_characters() -> None:
     assert 1000 < caught.value.num_chars <= 1010
 
 
-def test_rendering_stops_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replica.api.chat.RENDER_DEADLINE_S", 0.05)
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
-    with pytest.raises(BadRequest, match=r"took more than 0\.05 s"):
-        render(endless, [user("hi")])
+ENDLESS: Final = {
+    "text": "{% for i in range(99999) %}{% for j in range(99999) %}{{ j }}{% endfor %}{% endfor %}",
+    "no text": "{% for i in range(99999) %}{% for j in range(99999) %}{% set k = j %}{% endfor %}{% endfor %}",
+    "macro": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "loop in a macro": "{% macro f() %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endmacro %}{{ f() }}",
+    "recursive loop": "{% for i in [1, 1] recursive %}{{ loop([1, 1]) if loop.depth < 60 }}{% endfor %}",
+    "block": "{% block b scoped %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endblock %}",
+}
 
 
-async def test_large_input_renders_off_the_loop_to_the_same_text() -> None:
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
+def test_template_that_never_ends_runs_out_of_time_whether_it_writes_or_not(source: str) -> None:
+    with pytest.raises(OutOfTime):
+        render(source, [user("hi")], max_chars=10**9, timer=Timer(0.05, is_beside=False))
+
+
+@pytest.mark.parametrize("input_chars", [10, 10**6])
+async def test_template_that_never_ends_is_refused_and_the_loop_goes_on_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, input_chars: int
+) -> None:
+    monkeypatch.setattr("replica.api.chat.RENDER_DEADLINE_S", 0.5)
+    template = ChatTemplate.compile({"default": ENDLESS["no text"]}, {})
+    rendering = asyncio.create_task(template.render_off_loop([user("hi")], max_chars=9, input_chars=input_chars))
+    turns, began_s = 0, time.monotonic()
+    while not rendering.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    with pytest.raises(BadRequest, match=r"the chat template took more than 0\.5 s"):
+        await rendering
+    assert time.monotonic() - began_s < 5
+    assert turns > 50  # of some 350; a thread that leaves no room allows 90 a second at most, a blocked loop none
+
+
+async def test_large_or_slow_input_renders_off_the_loop_to_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate.compile({"default": SOURCES["demo"]}, SPECIAL_TOKENS)
     messages = [user("x" * 30_000)]
-    text = await template.render_off_loop(messages, max_chars=MAX_CHARS, input_chars=30_000)
-    assert text == template.render(messages, max_chars=MAX_CHARS)
+    expected = render_by(template, messages)
+    assert await template.render_off_loop(messages, max_chars=MAX_CHARS, input_chars=30_000) == expected
+    monkeypatch.setattr("replica.api.chat.ON_LOOP_S", -1.0)
+    assert await template.render_off_loop(messages, max_chars=MAX_CHARS, input_chars=30) == expected
 
 
 def checkpoint(folder: Path, **config: Any) -> Path:
@@ -189,22 +227,21 @@ def checkpoint(folder: Path, **config: Any) -> Path:
 def test_template_of_tokenizer_config_is_used_with_its_special_tokens(tmp_path: Path) -> None:
     checkpoint(tmp_path, chat_template="{{ bos_token }}!", bos_token={"content": "<s>"}, add_bos_token=True)
     template = ChatTemplate.load(tmp_path)
-    assert template is not None and template.render([user("hi")], max_chars=9) == "<s>!"
+    assert render_by(template, [user("hi")]) == "<s>!"
 
 
 def test_named_templates_choose_by_tools(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     template = ChatTemplate.load(checkpoint(tmp_path, chat_template=named))
-    assert template is not None
-    assert template.render([user("hi")], max_chars=9) == "plain"
-    assert template.render([user("hi")], tools=[WEATHER], max_chars=9) == "tools"
+    assert render_by(template, [user("hi")]) == "plain"
+    assert render_by(template, [user("hi")], tools=[WEATHER]) == "tools"
 
 
 def test_template_file_wins_over_tokenizer_config(tmp_path: Path) -> None:
     checkpoint(tmp_path, chat_template="config")
     (tmp_path / "chat_template.jinja").write_text("file")
     template = ChatTemplate.load(tmp_path)
-    assert template is not None and template.render([user("hi")], max_chars=9) == "file"
+    assert render_by(template, [user("hi")]) == "file"
 
 
 def test_checkpoint_without_a_template_has_none(tmp_path: Path) -> None:
@@ -227,25 +264,23 @@ def test_last_message_is_continued_as_in_transformers(name: str, content: str) -
         messages, chat_template=SOURCES[name], tokenize=False, continue_final_message=True
     )
     template = ChatTemplate.compile({"default": SOURCES[name]}, SPECIAL_TOKENS)
-    rendered = template.render(messages, add_generation_prompt=False, continue_final_message=True, max_chars=MAX_CHARS)
+    rendered = render_by(template, messages, add_generation_prompt=False, continue_final_message=True)
     assert rendered == expected
 
 
 def test_message_that_the_template_does_not_show_cannot_be_continued() -> None:
     template = ChatTemplate.compile({"default": "nothing"}, {})
     with pytest.raises(BadRequest, match="does not show the last message"):
-        template.render([user("hi")], continue_final_message=True, max_chars=MAX_CHARS)
+        render_by(template, [user("hi")], continue_final_message=True)
 
 
-def test_the_time_before_the_template_begins_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replica.api.chat.RENDER_DEADLINE_S", -1.0)
-    template = ChatTemplate.compile({"default": "{{ raise_exception('begun') }}"}, {})
-    with pytest.raises(BadRequest, match="the chat template took more than"):
-        template.render([user("hi")], max_chars=MAX_CHARS)
+def test_the_time_before_the_template_begins_counts_too() -> None:
+    with pytest.raises(OutOfTime):
+        render("{{ raise_exception('begun') }}", [user("hi")], timer=Timer(-1.0, is_beside=False))
 
 
 def test_arguments_that_nest_without_end_stay_what_the_model_wrote() -> None:
     template = ChatTemplate.compile({"default": "{{ messages[0].tool_calls[0].function.arguments }}"}, {})
     arguments = "[" * 100_000
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-    assert template.render([message], max_chars=10**6) == arguments
+    assert render_by(template, [message], max_chars=10**6) == arguments

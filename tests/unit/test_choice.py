@@ -14,13 +14,13 @@ from replica.api.openai_api import Prompt
 from replica.api.reasoning import ReasoningSplitter
 from replica.api.stop_strings import StopStrings
 from replica.api.tools import ToolSplitter
-from replica.errors import GenerationFailed, Interrupted
+from replica.errors import GrammarFailed, Interrupted
 from replica.request import FinishReason, SamplingParams, Sequence, TokenOutput
 from replica.step_loop import EngineStats
 from tests.protocol.fake_loop import MODEL
 
 STATS = EngineStats(running=0, waiting=0, queued_prefill_tokens=0, free_blocks=0, total_blocks=0, step=0, epoch=0)
-METRICS = Metrics(model_name="m", stats=lambda: STATS)
+METRICS = Metrics(model_name="m", block_size=16, has_prefix_cache=True, stats=lambda: STATS)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "\N{ROCKET}"}}\n</tool_call>'
 # An emoji of several code points, combining marks, CJK, Arabic, and what must be taken out.
 PARTS = [
@@ -97,29 +97,29 @@ def test_groups_of_tokens_make_no_difference(
 
 @given(st.lists(st.sampled_from(PARTS), min_size=1, max_size=10).map("".join), st.lists(st.integers(1, 9)))
 def test_text_of_a_completion_is_the_text_of_its_tokens(text: str, sizes: list[int]) -> None:
-    said = run(make(is_chat=False), encode(text), sizes)
-    assert said.content == text and said.finish_reason == "length"
+    whole = run(make(is_chat=False), encode(text), sizes)
+    assert whole.said.content == text and whole.finish_reason == "length"
 
 
 def test_stop_string_ends_the_choice_with_the_token_that_completes_it() -> None:
     token_ids = encode("abc") + encode("stop") + encode("never seen")
     choice = make(("stop",), is_chat=False)
-    said = run(choice, token_ids, [len(token_ids)])
-    assert (said.content, said.finish_reason, said.stopped_by) == ("abc", "stop", "stop")
-    assert MODEL.tokenizer.decode(list(said.token_ids)) == "abcstop"
+    whole = run(choice, token_ids, [len(token_ids)])
+    assert (whole.said.content, whole.finish_reason, whole.stopped_by) == ("abc", "stop", "stop")
+    assert MODEL.tokenizer.decode(list(whole.token_ids)) == "abcstop"
 
 
 def test_stop_string_within_the_least_tokens_stops_nothing() -> None:
     text = "a stop b stop"
     num_tokens = len(encode("a stop b"))
-    assert run(make(("stop",), min_tokens=num_tokens, is_chat=False), encode(text), []).content == "a stop b "
+    assert run(make(("stop",), min_tokens=num_tokens, is_chat=False), encode(text), []).said.content == "a stop b "
 
 
 def test_token_that_ends_the_choice_is_named_unless_it_is_the_models_own() -> None:
     end = min(MODEL.end_token_ids)
     assert run(make(), [*encode("ab"), end], [], FinishReason.STOP).stopped_by is None
-    said = run(make(is_chat=False), [*encode("ab"), 16], [], FinishReason.STOP)
-    assert (said.content, said.stopped_by) == ("ab", 16)
+    whole = run(make(is_chat=False), [*encode("ab"), 16], [], FinishReason.STOP)
+    assert (whole.said.content, whole.stopped_by) == ("ab", 16)
 
 
 def test_choice_that_calls_a_tool_says_so_at_its_end_unless_it_is_cut_off() -> None:
@@ -129,7 +129,7 @@ def test_choice_that_calls_a_tool_says_so_at_its_end_unless_it_is_cut_off() -> N
 
 
 def test_choice_without_an_answer_is_an_error() -> None:
-    with pytest.raises(GenerationFailed, match="the worker died"):
-        make().push(TokenOutput((), FinishReason.ERROR, "the worker died"))
+    with pytest.raises(GrammarFailed, match="no simpler"):
+        make().push(TokenOutput((), FinishReason.ERROR, "no simpler"))
     with pytest.raises(Interrupted, match="before the answer was complete"):
         make().push(TokenOutput((), FinishReason.ABORT))

@@ -20,7 +20,15 @@ EXAMPLES: list[m.Message] = [
     sign(make_hello(1), SECRET, new_challenge()),
     m.Accepted(proof=b"p"),
     m.Refused(reason="tp is 8"),
-    m.Welcome(epoch=0, members=(0, 1)),
+    m.Reconfigure(
+        epoch=3,
+        members=(0, 2),
+        evicted=((1,), (3, 4)),
+        kinds=("lost", "silent", "silent"),
+        reason="EOF",
+        detect_ms=1,
+        agree_ms=2,
+    ),
     m.Ready(epoch=0, blob=b"\x00\xff"),
     m.Go(epoch=0, blobs=(b"a", b"")),
     m.Arrive(epoch=0, step=m.MAX_INT, decode_tokens=1, prefill_tokens=2, wants=("drain",)),
@@ -28,6 +36,7 @@ EXAMPLES: list[m.Message] = [
     m.Done(epoch=0, step=3),
     m.Fault(epoch=0, step=3, what="reset"),
     m.Beat(epoch=0, step=3, collectives=(70, 71)),
+    m.Evicted(epoch=3, reason="member 1 was silent"),
     m.Failed(epoch=0, step=3, reason="member 1 was lost"),
 ]
 
@@ -68,9 +77,13 @@ def test_frames_that_come_in_pieces_are_put_together() -> None:
         [8, 0, 0, [1, "2"], [0, 0], []],
         [8, 0, 0, 1, [0, 0], []],
         [8, 0, 0, [1], [0], [b"stop"]],
-        [1, "g", "r", "i", 0, {"tp": 4}, "", b"", b""],
-        [1, "g", "r", "i", 0, [["tp", "4"]], "", b"", b""],
-        [1, b"g", "r", "i", 0, {}, "", b"", b""],
+        [4, 3, [0, 2], [1], "", 0, 0],
+        [4, 3, [0, 2], [["1"]], "", 0, 0],
+        [4, 3, [0, 2], [[1], [-1]], "", 0, 0],
+        [1, "g", "r", "i", 0, {"tp": 4}, "", 0, b"", b""],
+        [1, "g", "r", "i", 0, [["tp", "4"]], "", 0, b"", b""],
+        [1, "g", "r", "i", 0, {}, "", -1, b"", b""],
+        [1, b"g", "r", "i", 0, {}, "", 0, b"", b""],
     ],
 )
 def test_what_is_not_exactly_a_message_is_refused(values: object) -> None:

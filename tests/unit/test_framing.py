@@ -84,6 +84,8 @@ def test_up_to_a_boundary_there_are_whole_chunks(data: st.DataObject) -> None:
         b"fffffffffffffffff\r\n",
         b"5" + b" " * 5000 + b"\r\n",
         b"0\r\nbad trailer\r\n\r\n",
+        b"0\r\nContent-Length: 1\r\n\r\n",
+        b"0\r\nA: b\r\ntransfer-Encoding: chunked\r\n\r\n",
         b"0\r\n folded: 1\r\n\r\n",
         b"0\r\nX-A : 1\r\n\r\n",
         b"0\r\nX: \x00\r\n\r\n",

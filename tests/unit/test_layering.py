@@ -44,8 +44,8 @@ HOMES: Final[dict[str, tuple[str, ...]]] = {
     "safetensors": ("replica/weights.py",),
     "ray": ("replica/executor_ray.py",),
     "llguidance": ("replica/api/grammar.py",),
-    "tokenizers": ("replica/api/tokenizer.py", "replica/api/chat.py"),
-    "jinja2": ("replica/api/tokenizer.py", "replica/api/chat.py"),
+    "tokenizers": ("replica/api/tokenizer.py",),
+    "jinja2": ("replica/api/chat.py", "replica/api/template_sandbox.py"),
     "transformers": (),
 }
 # Processes that must start fast and stay small, and what they must never load, directly or through others of ours.
@@ -54,11 +54,11 @@ LIGHT_PROCESSES: Final[dict[str, tuple[str, ...]]] = {
     "replica.cli": ("torch", "triton", "coordinator", "redis"),
     "replica.engine": ("torch", "triton", "coordinator", "redis"),
 }
-# What a file imports only in a function, for a group of several replicas: a replica alone loads no coordinator.
+# What a file imports only in a function: a replica alone loads no coordinator, one whose ranks are here no ray.
 # tests/unit/test_replica_alone.py sees that it does not.
-DEFERRED: Final[dict[str, str]] = {
-    "replica/engine.py": "replica.group_clock",
-    "replica/supervisor.py": "replica.group_master",
+DEFERRED: Final[dict[str, tuple[str, ...]]] = {
+    "replica/engine.py": ("replica.group_clock", "replica.executor_ray"),
+    "replica/supervisor.py": ("replica.group_master",),
 }
 SCRIPTS: Final = "deploy/models/"  # training scripts: they run alone, beside the project
 
@@ -123,7 +123,7 @@ def loaded_by(module: str, files: dict[str, str]) -> dict[str, str]:
                 continue
             seen.add(path)
             for name in imports(path, files[path]):
-                if path in DEFERRED and is_within(name, DEFERRED[path]):
+                if any(is_within(name, deferred) for deferred in DEFERRED.get(path, ())):
                     continue
                 names.setdefault(name, path)
                 to_do.append(name)

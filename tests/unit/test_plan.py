@@ -117,7 +117,7 @@ def test_replicas_that_hold_all_experts_need_no_reserve() -> None:
 
 def test_surviving_with_no_replica_left_is_refused() -> None:
     settings = PlanSettings(dtype="bfloat16", device_bytes=GIB, step_tokens=1, survive=2)
-    with pytest.raises(ConfigError, match=re.escape("--survive is 2, must be below the 2 replicas")):
+    with pytest.raises(ConfigError, match=re.escape("--survive is 2, must be 0 to 1")):
         make_plan(model_config(), Layout.resolve(dp=2, tp=4), settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import BadRequest, NoReplicaAvailable
-from proxy.registry import REQUEST_TOKENS, InFlight, Replica
+from proxy.picker import Picker
+from proxy.replicas import REQUEST_TOKENS, InFlight, Replica
 from proxy.routing import (
     SPILL_TOKENS,
     PrefixIndex,
+    Routing,
     candidates,
     drawn,
     expected_latency,
@@ -39,6 +42,7 @@ def replicas(*loads: int) -> list[Replica]:
                 last_seen_s=0.0,
                 dp_rank=number,
                 in_flight_tokens=tokens,
+                load=tokens,
             )
         )
     return made
@@ -97,6 +101,25 @@ def test_expected_latency_weighs_what_is_under_way_with_how_long_it_takes() -> N
     InFlight(fast)
     InFlight(fast)
     assert expected_latency([slow, fast], 0) is slow
+
+
+@given(LOADS, st.lists(st.floats(0.001, 100), min_size=8, max_size=8), st.integers(0, 1000))
+def test_expected_latency_is_never_beaten(loads: list[int], latencies: list[float], turn: int) -> None:
+    known = replicas(*loads)
+    for replica, load, latency_s in zip(known, loads, latencies, strict=False):
+        replica.in_flight, replica.latency_s = load, latency_s
+    chosen = expected_latency(known, turn)
+    assert all((chosen.in_flight + 1) * chosen.latency_s <= (each.in_flight + 1) * each.latency_s for each in known)
+
+
+@pytest.mark.parametrize("policy", Routing)
+@given(LOADS, st.binary(max_size=600), st.none() | st.binary(min_size=1, max_size=9), st.integers(0, 99))
+def test_every_policy_picks_a_candidate_whatever_it_is_asked(
+    policy: Routing, loads: list[int], body: bytes, session_key: bytes | None, seed: int
+) -> None:
+    picker, known = Picker(policy, random.Random(seed)), replicas(*loads)
+    for _ in range(3):
+        assert picker.pick(known, b'{"prompt": "' + body, session_key) in known
 
 
 def test_a_replica_that_never_answered_is_neither_shunned_nor_flooded() -> None:

@@ -29,6 +29,13 @@ VALUES = {
     str: st.text(max_size=100),
     int: st.integers(-(2**63), 2**63),
     float: st.floats(allow_nan=False),
+    list[int]: st.lists(st.integers(0, 1000), max_size=9),
+}
+REPORT = {
+    "type": "load",
+    **dict.fromkeys(
+        ("sequence", "running", "waiting", "queued_prefill_tokens", "free_blocks", "total_blocks", "step", "epoch"), 1
+    ),
 }
 WELCOME = {"type": "welcome", "version": 1, "proxy_id": "p", "report_interval_s": 1.0}
 
@@ -61,6 +68,8 @@ def test_a_whole_number_is_taken_for_a_float() -> None:
         ({**WELCOME, "version": True}, "welcome.version is bool, not int"),
         ({**WELCOME, "proxy_id": b"p"}, "welcome.proxy_id is bytes, not str"),
         ({**WELCOME, "report_interval_s": None}, "welcome.report_interval_s is NoneType, not float"),
+        ({**REPORT, "members": 3}, "load.members is int, not list"),
+        ({**REPORT, "members": [1, "2"]}, "load.members is list, not list"),
         ([1, 2], "unknown message type None"),
         ("welcome", "unknown message type None"),
     ],
@@ -91,13 +100,13 @@ def test_a_frame_cut_anywhere_is_a_protocol_error(message: Message, data: st.Dat
 @given(messages(LoadReport))
 def test_a_report_of_a_replica_that_knows_of_no_reconfiguration_is_whole(message: Message) -> None:
     raw = {**msgpack.unpackb(encode(message))}
-    del raw["is_reconfiguring"]
-    assert decode(msgpack.packb(raw)) == replace(message, is_reconfiguring=False)
+    del raw["is_reconfiguring"], raw["members"]
+    assert decode(msgpack.packb(raw)) == replace(message, is_reconfiguring=False, members=[])
 
 
 @given(st.one_of([messages(cls) for cls in TYPES]), st.data())
 def test_a_message_that_lacks_any_field_is_a_protocol_error(message: Message, data: st.DataObject) -> None:
     raw = {**msgpack.unpackb(encode(message))}
-    del raw[data.draw(st.sampled_from(sorted({*asdict(message)} - {"is_reconfiguring"})))]
+    del raw[data.draw(st.sampled_from(sorted({*asdict(message)} - {"is_reconfiguring", "members"})))]
     with pytest.raises(ProtocolError, match="lacks the field"):
         decode(msgpack.packb(raw))

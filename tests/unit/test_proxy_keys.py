@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from proxy.access_log import MAX_UNWRITTEN, AccessLog
-from proxy.admission import Priority
+from proxy.admission import Caller, Priority
 from proxy.errors import ConfigError, Unauthorized
 from proxy.journal import Journal
 from proxy.keys import ApiKeys
+from proxy.outcomes import End
 
 ALICE = '[keys.alice]\nkey = "sk-a"\nmax_requests = 2\npriority = "high"\n'
 BOB = '[keys.bob]\nkey = "sk-b"\n'
@@ -95,23 +97,20 @@ def test_a_file_that_is_missing_is_refused() -> None:
         ApiKeys("", "/nonexistent/keys.toml")
 
 
-def note(log: AccessLog, request_id: str = "r") -> None:
-    log.note(
-        time_s=1.5,
+def note(log: AccessLog, request_id: bytes = b"r") -> None:
+    request = SimpleNamespace(
         request_id=request_id,
-        key='a"b',
+        ticket=SimpleNamespace(caller=Caller(name='a"b')),
         route="/v1/x",
         model="m\n",
-        replica_id="r",
-        status=200,
-        outcome="whole",
-        attempts=1,
-        request_bytes=2,
+        replica=None,
+        tried=[],
+        size=2,
         answer_bytes=3,
         queue_s=0.0,
         first_byte_s=0.25,
-        duration_s=0.5,
     )
+    log.note(request, 200, End.WHOLE, 0.5)  # type: ignore[arg-type]
 
 
 def test_every_line_of_the_access_log_is_json_whatever_stands_in_it(tmp_path: Path) -> None:
@@ -127,11 +126,11 @@ def test_a_log_that_was_moved_away_is_begun_anew_and_lines_are_never_gathered_wi
     file = tmp_path / "log"
     log = AccessLog(str(file))
     for _ in range(MAX_UNWRITTEN):
-        note(log, "old")
+        note(log, b"old")
     assert file.read_text().count("\n") == MAX_UNWRITTEN
     file.rename(tmp_path / "log.1")
     log.reopen()
-    note(log, "new")
+    note(log, b"new")
     log.close()
     assert '"new"' in file.read_text() and '"old"' not in file.read_text()
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from proxy.errors import JoinRefused
 from proxy.protocol import Hello, LoadReport
-from proxy.registry import PROBE_FAILURES_OUT, PROBE_SUCCESSES_IN, InFlight, Registry, Replica, ReplicaState
+from proxy.registry import PROBE_FAILURES_OUT, PROBE_SUCCESSES_IN, Registry
+from proxy.replicas import InFlight, Replica, ReplicaState
 
 HELLO = Hello(
     replica_id="r0",

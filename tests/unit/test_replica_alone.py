@@ -12,15 +12,17 @@ import asyncio, sys
 from pathlib import Path
 import replica.cli
 from replica.address import listen
+from replica.cache_size import local_space
 from replica.config import ReplicaConfig
 from replica.engine import StopRequests, build
+from replica.executor_mp import LocalRanks
 from replica.supervisor import Supervisor
 
 async def main():
     config = ReplicaConfig(model=Path(sys.argv[1]), port=0, device="cpu")
     Supervisor(config)
     with listen(config.host, config.port) as sock:
-        build(config, sock, StopRequests())
+        build(config, sock, StopRequests(), host=LocalRanks(), space=local_space(config))
 
 asyncio.run(main())
 tops = {name.split(".")[0] for name in sys.modules}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -11,6 +12,8 @@ from replica import cli
 from replica.config import ReplicaConfig
 from replica.layout import Layout
 from tests.commands import DEMO_MODEL
+
+TWO_NODES: Final = "--dp 4 --tp 4 --nnodes 2 --master-port 7000 --group-secret a-secret-of-16-bytes"
 
 
 @pytest.fixture
@@ -73,6 +76,29 @@ def test_the_clocks_address_comes_from_the_environment_unless_given(
     assert [(config.master_addr, config.master_port) for config in served] == [("10.0.0.1", 7000), ("10.0.0.2", 7001)]
 
 
+def test_ray_is_asked_for_by_name_and_must_be_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replica.supervisor.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(cli, "configure_logging", lambda: None)
+    assert cli.main(["serve", str(DEMO_MODEL), "--executor", "ray"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--executor ray needs the package ray, which is not installed" in error
+
+
+def test_each_machine_serves_its_own_share_of_the_replicas(served: list[ReplicaConfig]) -> None:
+    for node_rank in range(2):
+        assert cli.main(f"serve m {TWO_NODES} --node-rank {node_rank} --port 65534".split()) == 0
+    assert [list(config.local_dp_ranks) for config in served] == [[0, 1], [2, 3]]
+    assert [config.layout.nnodes for config in served] == [2, 2]
+
+
+def test_several_replicas_can_lose_one_unless_told_otherwise(served: list[ReplicaConfig]) -> None:
+    for arguments in ("serve m", "serve m --dp 3 --tp 3", "serve m --dp 3 --tp 3 --survive 2"):
+        assert cli.main(arguments.split()) == 0
+    assert [config.layout.losses(config.survive) for config in served] == [0, 1, 2]
+
+
 def test_plan_is_a_verb_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(DEMO_MODEL), "--dp", "2", "--tp", "4"]) == 0
     assert "fullest over mean" in capsys.readouterr().out
@@ -91,6 +117,8 @@ def test_plan_is_a_verb_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
         ("serve m --max-num-seqs 0", "--max-num-seqs is 0, must be at least 1"),
         ("serve m --drain-timeout-s nan", "--drain-timeout-s is nan"),
         ("serve m --dtype int8", "--dtype is 'int8', must be one of auto"),
+        ("serve m --executor slurm", "--executor is 'slurm', must be one of mp, ray"),
+        ("serve m --executor ray --ray-address ray://h:1", "--ray-address is 'ray://h:1', must be auto or HOST:PORT"),
         ("serve m --proxy-url proxy:8000", "--proxy-url is 'proxy:8000', which is not a URL"),
         ("serve m --proxy-url http://.:80", "--proxy-url is 'http://.:80', "),
         (f"serve m --proxy-url http://{'a' * 80}:80", "whose host or port is none: "),
@@ -106,7 +134,13 @@ def test_plan_is_a_verb_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
         ("serve m --max-body-mb 1e308", "--max-body-mb is 1e+308, must be 0 or from"),
         ("serve m --max-body-mb nan", "--max-body-mb is nan, must be 0 or from"),
         ("serve m --dp 3 --tp 4", "--dp 3 does not divide the 4 ranks of --tp 4; nearest valid for 4 ranks: --dp"),
-        ("serve m --dp 2 --tp 2 --survive 1", "unrecognized arguments: --survive 1"),
+        ("serve m --dp 2 --tp 2 --survive 2", "--survive is 2, must be 0 to 1: the group has 2 (--dp)"),
+        ("serve m --survive 1", "--survive is 1, must be 0 to 0: the group has 1 (--dp)"),
+        ("serve m --dp 3 --tp 3 --nnodes 2", "3 replicas do not divide over --nnodes 2"),
+        (f"serve m {TWO_NODES} --node-rank 2", "--node-rank is 2, must be below the 2 machines of --nnodes"),
+        (f"serve m {TWO_NODES} --master-addr 0.0.0.0", "--master-addr is '0.0.0.0': the other machines"),
+        ("serve m --dp 2 --tp 2 --nnodes 2", "--master-port is 0: all 2 machines"),
+        ("serve m --dp 2 --tp 2 --nnodes 2 --master-port 7000", "--group-secret is missing: all 2 machines"),
         ("serve m --dp 2 --tp 2 --advertise-url http://a", "--advertise-url names one replica"),
         ("serve m --dp 4 --tp 4 --port 65534", "--port is 65534, which leaves no ports for 4 replicas"),
         ("serve m --group-secret short", "--group-secret has fewer than 16 bytes"),

@@ -10,21 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import NoReplicaAvailable, UnknownModel
-from proxy.registry import Replica
+from proxy.replicas import InFlight, Replica
 from proxy.routing import candidates, least_load
 from proxy.scan import requested_model
 
 
 def replica(name: str, in_flight: int = 0, models: tuple[str, ...] = ("tiny",)) -> Replica:
-    return Replica(
+    made = Replica(
         replica_id=name,
         incarnation="a",
         url=f"http://{name}",
         models={model: {"id": model} for model in models},
         is_backend=False,
         last_seen_s=0.0,
-        in_flight=in_flight,
     )
+    for _ in range(in_flight):
+        InFlight(made)
+    return made
 
 
 def choose(

@@ -1,11 +1,9 @@
-"""The scheduler as pure state: what a step holds, what is freed when, and what holds whatever happens."""
+"""The scheduler as pure state: what a step holds, and what is freed when. Random events: test_scheduler_trials.py."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from replica.batch import Batch
 from replica.frames import I32, StepInput, decode, encode
@@ -17,15 +15,25 @@ END_TOKEN = 9
 ALONE: I32 = np.zeros(0, np.int32)  # group_tokens of a replica alone
 
 
-def make_sequence(num_prompt: int, max_tokens: int = 4, *, choice: int = 0, seed: int = 7) -> Sequence:
+def make_sequence(
+    num_prompt: int, max_tokens: int = 4, *, choice: int = 0, seed: int = 7, priority: int = 0
+) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=frozenset({END_TOKEN}), top_k=5)
     prompt_ids = [100 + position for position in range(num_prompt)]
-    return Sequence(request_id="r", choice=choice, prompt_ids=prompt_ids, params=params)
+    return Sequence(request_id="r", choice=choice, prompt_ids=prompt_ids, params=params, priority=priority)
 
 
-def make_scheduler(*, num_blocks: int = 64, max_num_seqs: int = 8, max_tokens: int = 16) -> Scheduler:
+def make_scheduler(
+    *, num_blocks: int = 64, max_num_seqs: int = 8, max_tokens: int = 16, max_prefill_tokens: int | None = None
+) -> Scheduler:
+    """Without a prefix cache: test_prefix_cache.py has one."""
     scheduler = Scheduler(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_tokens, max_model_len=256, block_size=BLOCK_SIZE
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        max_model_len=256,
+        block_size=BLOCK_SIZE,
+        max_prefill_tokens=max_prefill_tokens,
+        has_prefix_cache=False,
     )
     scheduler.pool.add_blocks(num_blocks)
     return scheduler
@@ -177,7 +185,7 @@ def test_the_newest_is_preempted_and_computed_again_with_what_it_had_said() -> N
     scheduler.add(new)
     while new not in scheduler.waiting or not new.output_ids:
         run_step(scheduler)
-    assert scheduler.running == [old]
+    assert scheduler.running == [old] and scheduler.counts.num_preemptions == 1
     assert new.num_computed == 0 and new.block_ids == [] and new.row == -1
     said = list(new.output_ids)
     while old.finish_reason is None:
@@ -256,105 +264,86 @@ def test_the_last_output_token_needs_no_place_in_the_cache(num_prompt: int, fits
         assert len(sequence.output_ids) == fits
 
 
-class Trial:
-    """A scheduler under random events, with a worker that remembers what it was told to write where."""
-
-    def __init__(self, *, num_blocks: int, max_num_seqs: int, max_tokens: int) -> None:
-        self.scheduler = make_scheduler(num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_tokens=max_tokens)
-        self.max_num_seqs, self.max_tokens, self.num_blocks = max_num_seqs, max_tokens, num_blocks
-        self.sequences: list[Sequence] = []
-        self.published: dict[int, list[TokenOutput]] = {}
-        self.cache: dict[int, int] = {}  # slot -> token
-        self.steps = 0
-
-    def add(self, num_prompt: int, max_tokens: int) -> None:
-        num_prompt = min(num_prompt, self.num_blocks * BLOCK_SIZE)
-        max_tokens = min(max_tokens, self.scheduler.max_tokens_that_fit(num_prompt))
-        sequence = make_sequence(num_prompt, max_tokens)
-        self.sequences.append(sequence)
-        self.published[id(sequence)] = []
-        self.scheduler.add(sequence)
-
-    def abort(self, index: int) -> None:
-        if self.sequences:
-            sequence = self.sequences[index % len(self.sequences)]
-            if self.scheduler.abort(sequence):
-                self.published[id(sequence)].append(TokenOutput((), FinishReason.ABORT))
-
-    def step(self, abort_during: int | None) -> None:
-        batch = self.scheduler.schedule()
-        frame = self.scheduler.step_input(batch, step=self.steps, group_tokens=ALONE)
-        held = {block for s in batch.sequences for block in s.block_ids}
-        self.check_frame(batch, frame)
-        if abort_during is not None:
-            self.abort(abort_during)
-        assert held == {block for s in batch.sequences for block in s.block_ids}
-        # The next token depends on all before it, so a lost or repeated one changes what follows.
-        tokens = [self.sample(s) for s in batch.sampled]
-        for sequence, output in self.scheduler.commit(batch, np.array(tokens, np.int32)):
-            self.published[id(sequence)].append(output)
-        self.steps += 1
-        self.check_blocks()
-
-    def sample(self, sequence: Sequence) -> int:
-        return 10 + sum(sequence.prompt_ids + sequence.output_ids) % 89
-
-    def check_frame(self, batch: Batch, frame: StepInput) -> None:
-        assert len(frame.token_ids) <= self.max_tokens
-        assert len(batch.sequences) <= self.max_num_seqs
-        assert len(set(frame.slots.tolist())) == len(frame.slots)
-        for index, (sequence, num_new) in enumerate(zip(batch.sequences, batch.num_new, strict=True)):
-            assert num_new >= 1 and sequence.finish_reason is None
-            is_decode = num_new == 1 and sequence.num_computed > 0
-            assert is_decode or index >= batch.num_decodes
-            start, end = frame.query_starts[index : index + 2]
-            self.cache |= dict(zip(frame.slots[start:end].tolist(), frame.token_ids[start:end].tolist(), strict=True))
-            # What attention would read through the block table is the sequence's own text.
-            tokens = (sequence.prompt_ids + sequence.output_ids)[: frame.context_lens[index]]
-            table = frame.block_tables[index]
-            read = [self.cache[int(table[p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE] for p in range(len(tokens))]
-            assert read == tokens
-
-    def check_blocks(self) -> None:
-        owned = [block for s in self.sequences for block in s.block_ids]
-        assert len(owned) == len(set(owned)) == self.num_blocks - self.scheduler.pool.num_free
-        order = [self.sequences.index(s) for s in (*self.scheduler.running, *self.scheduler.waiting)]
-        assert order == sorted(order)
+def test_beside_decodes_prompts_get_no_more_than_their_budget_and_alone_all_of_the_step() -> None:
+    scheduler = make_scheduler(max_tokens=16, max_prefill_tokens=5)
+    stream, prompt = make_sequence(12, max_tokens=4), make_sequence(40)
+    scheduler.add(stream)
+    assert run_step(scheduler)[0].prefill_tokens == 12
+    scheduler.add(prompt)
+    counts = [(b.decode_tokens, b.prefill_tokens) for b in (run_step(scheduler)[0] for _ in range(4))]
+    assert counts == [(1, 5), (1, 5), (1, 5), (0, 16)]
+    scheduler.others_decode = True  # now those are streams of the group's other replicas
+    assert run_step(scheduler)[0].prefill_tokens == 5
 
 
-EVENTS = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 30), st.integers(1, 12)),
-        st.tuples(st.just("step"), st.none() | st.integers(0, 20), st.none()),
-        st.tuples(st.just("abort"), st.integers(0, 20), st.none()),
-    ),
-    max_size=40,
-)
+def test_a_lower_number_runs_first_and_within_a_priority_the_older() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    low, normal, later, high = (make_sequence(2, max_tokens=1, priority=p) for p in (1, 0, 0, -1))
+    for sequence in (low, normal, later, high):
+        scheduler.add(sequence)
+    assert [run_step(scheduler)[0].sequences for _ in range(4)] == [(high,), (normal,), (later,), (low,)]
 
 
-@settings(max_examples=150, deadline=None)
-@given(events=EVENTS, num_blocks=st.integers(1, 12), max_num_seqs=st.integers(1, 5), max_tokens=st.integers(1, 12))
-def test_whatever_happens_every_sequence_ends_once_and_every_block_comes_back(
-    events: list[tuple[str, int, int]], num_blocks: int, max_num_seqs: int, max_tokens: int
-) -> None:
-    trial = Trial(num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_tokens=max_tokens)
-    for kind, first, second in events:
-        if kind == "add":
-            trial.add(first, second)
-        elif kind == "abort":
-            trial.abort(first)
-        else:
-            trial.step(first)
-    # Each step computes something, and a preempted sequence is computed again only while older ones end.
-    for _ in range(3000):
-        if trial.scheduler.has_work:
-            trial.step(None)
-    assert not trial.scheduler.has_work
-    assert trial.scheduler.pool.num_free == num_blocks
-    for sequence in trial.sequences:
-        outputs = trial.published[id(sequence)]
-        assert [o.finish_reason for o in outputs if o.finish_reason] == [sequence.finish_reason]
-        assert outputs[-1].finish_reason is sequence.finish_reason
-        assert [token for o in outputs for token in o.token_ids] == sequence.output_ids
-        if sequence.finish_reason is FinishReason.LENGTH:
-            assert len(sequence.output_ids) == sequence.params.max_tokens
+def test_one_of_lower_priority_gives_way_and_one_of_the_same_does_not() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    low, normal = make_sequence(8, max_tokens=9, priority=1), make_sequence(4, max_tokens=8)
+    scheduler.add(normal)
+    scheduler.add(low)
+    run_step(scheduler)
+    run_step(scheduler)
+    assert scheduler.running == [normal, low] and scheduler.pool.num_free == 1
+    high = make_sequence(7, max_tokens=1, priority=-1)
+    scheduler.add(high)
+    batch, _, _ = run_step(scheduler)
+    assert batch.sequences == (normal, high) and scheduler.waiting == [low]
+    run_step(scheduler)
+    assert scheduler.running == [normal, low]
+    scheduler.add(make_sequence(7, max_tokens=1, priority=1))
+    assert run_step(scheduler)[0].sequences == (normal, low)
+
+
+def test_nobody_gives_way_in_vain() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    normal, low = make_sequence(8, max_tokens=9), make_sequence(4, max_tokens=9, priority=1)
+    scheduler.add(normal)
+    scheduler.add(low)
+    run_step(scheduler)
+    scheduler.add(make_sequence(20, max_tokens=1))  # does not fit beside the one of its own priority
+    run_step(scheduler)
+    assert scheduler.running == [normal, low] and scheduler.counts.num_preemptions == 0
+
+
+def test_a_step_ahead_is_not_scheduled_where_one_must_give_way() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    low, high = make_sequence(2, priority=1), make_sequence(2, priority=-1)
+    scheduler.add(low)
+    batch = scheduler.schedule()
+    scheduler.add(high)
+    assert scheduler.schedule_ahead() is None
+    scheduler.commit(batch, np.ones(1, np.int32))
+    assert run_step(scheduler)[0].sequences == (high,)
+
+
+def test_steps_that_are_taken_back_are_scheduled_again_and_what_was_aborted_is_freed() -> None:
+    scheduler = make_scheduler()
+    first, aborted = make_sequence(6), make_sequence(6)
+    scheduler.add(first)
+    scheduler.add(aborted)
+    scheduler.schedule()
+    assert scheduler.schedule_ahead()
+    scheduler.abort(aborted)
+    scheduler.rollback()
+    assert scheduler.pool.num_free == 64 - 2 and aborted.row == -1
+    batch, frame, outputs = run_step(scheduler)
+    assert batch.sequences == (first,) and frame.token_ids.tolist() == first.prompt_ids
+    assert outputs == [(first, TokenOutput((1,)))]
+    scheduler.rollback()  # of nothing
+    assert run_step(scheduler)[0].num_new == (1,)
+
+
+def test_the_sizes_of_steps_are_counted_and_those_without_tokens_are_not() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(6, max_tokens=3))
+    for _ in range(4):
+        run_step(scheduler)
+    assert scheduler.counts.step_tokens == {6: 1, 1: 2}

@@ -61,6 +61,11 @@ async def running(bench: Bench) -> AsyncIterator[asyncio.Task[None]]:
         await asyncio.wait([task])
 
 
+async def commanded(loop: StepLoop, *commands: str) -> None:
+    for command in commands:
+        await loop.commanded(command)
+
+
 def make_sequence(max_tokens: int = 3) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, seed=1)
     return Sequence(request_id="r", choice=0, prompt_ids=[1, 2, 3], params=params)
@@ -135,7 +140,7 @@ async def test_a_failed_worker_ends_every_sequence_with_an_error_and_the_loop_ra
             await task
     for sequence in sequences:
         (output,) = await outputs_of(sequence)
-        assert output.finish_reason is FinishReason.ERROR and "SIGKILL" in output.error
+        assert output.finish_reason is FinishReason.LOST and "SIGKILL" in output.error
     assert bench.loop.stats().free_blocks == NUM_BLOCKS
     with pytest.raises(Unavailable, match="stopping"):
         bench.loop.submit([make_sequence()])
@@ -152,7 +157,7 @@ async def test_a_frozen_worker_fails_the_step_after_three_deadlines() -> None:
         with pytest.raises(WorkerFailed, match=r"step 1 was not done after 0\.15 s"):
             await task
     (output,) = await outputs_of(sequence)
-    assert output.finish_reason is FinishReason.ERROR
+    assert output.finish_reason is FinishReason.LOST
 
 
 async def test_a_first_step_has_the_time_of_a_start() -> None:
@@ -188,7 +193,7 @@ async def test_a_worker_that_dies_during_a_step_is_named_to_the_clients() -> Non
 async def test_commands_are_acted_on_at_a_step_and_the_one_that_says_stop_is_the_last() -> None:
     bench = Bench()
     async with running(bench) as task:
-        told = asyncio.create_task(bench.loop.commanded(DRAIN, "other"))
+        told = asyncio.create_task(commanded(bench.loop, DRAIN, "other"))
         bench.loop.want(DRAIN)
         await bench.end_step()  # without tokens: nobody has work
         assert not told.done()
@@ -225,7 +230,7 @@ async def test_a_cancelled_loop_leaves_no_stream_open() -> None:
         await settle()
         task.cancel()
         (output,) = await outputs_of(sequence)
-    assert output.finish_reason is FinishReason.ERROR and "stopped" in output.error
+    assert output.finish_reason is FinishReason.LOST and "stopped" in output.error
 
 
 async def test_a_full_queue_refuses_all_of_a_request() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replica.errors import PeerError
-from replica.frames import HEADER, Blobs, Frame, FrameError, Init, StepInput, decode, encode
+from replica.frames import HEADER, Blobs, Frame, FrameError, Init, Regroup, StepInput, decode, encode
 from replica.groups import CollectiveCount, Groups, shared_groups
 from replica.layout import Layout
 from replica.step_tensors import StepTensors
@@ -69,8 +69,8 @@ def round_trip(frame: Frame) -> Frame:
 
 
 def test_blobs_and_layouts_travel_in_frames() -> None:
-    blobs = Blobs(blobs=(b"", b"\x00\xff", b"three"))
-    assert round_trip(blobs) == blobs and round_trip(Blobs(blobs=())) == Blobs(blobs=())
+    for blobs in ((b"", b"\x00\xff", b"three"), ()):
+        assert round_trip(Blobs(epoch=3, blobs=blobs)) == Blobs(epoch=3, blobs=blobs)
     init = Init(
         **{"model": "m", "dtype": "float32", "device": "cpu", "num_threads": 1, "block_size": 16},
         **{"kv_cache_bytes": 1, "max_model_len": 16, "max_num_seqs": 1, "max_num_batched_tokens": 16},
@@ -78,6 +78,13 @@ def test_blobs_and_layouts_travel_in_frames() -> None:
     )
     received = round_trip(init)
     assert received == init and isinstance(received, Init) and received.layout == LAYOUT
+
+
+@pytest.mark.parametrize("evicted", [(), ((1,),), ((1,), (0, 2)), ((1, 3, 4), (2,), (0,))])
+def test_members_and_evictions_travel_in_frames(evicted: tuple[tuple[int, ...], ...]) -> None:
+    for members in ((0,), (0, 5), (0, 5, 6), (0, 5, 6, 7)):
+        regroup = Regroup(epoch=2**40, members=members, evicted=evicted)
+        assert round_trip(regroup) == regroup
 
 
 def test_a_frame_of_a_kind_that_nobody_knows_is_refused() -> None:

@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.api.tools import CallDelta, ToolSplitter
+from replica.api.tools import CallDelta, Said, ToolSplitter
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 Split = tuple[str, list[tuple[str, str]]]
+
+
+def said(pieces: list[str], *, parallel: bool) -> Said:
+    """All that comes of the pieces, in order."""
+    splitter, whole = ToolSplitter(parallel=parallel), Said()
+    for found in [*map(splitter.push, pieces), splitter.flush()]:
+        whole.add_all(found)
+    return whole
 
 
 def split(pieces: list[str], *, parallel: bool = True) -> Split:
@@ -77,7 +85,13 @@ def test_pieces_make_no_difference(text: str, cuts: list[int], parallel: bool) -
     for size in cuts:
         pieces.append(rest[:size])
         rest = rest[size:]
-    assert split([*pieces, rest], parallel=parallel) == split(list(text), parallel=parallel)
+    assert said([*pieces, rest], parallel=parallel) == said(list(text), parallel=parallel)
+
+
+def test_text_and_calls_keep_their_order() -> None:
+    assert said([f"a{CALL}b{CALL}"], parallel=True).parts == [
+        *("a", CallDelta(0, "f", '{"x": 1}'), "b", CallDelta(1, "f", '{"x": 1}')),
+    ]
 
 
 def test_arguments_come_as_they_are_written() -> None:

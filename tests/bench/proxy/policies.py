@@ -16,7 +16,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from proxy.picker import Picker
-from proxy.registry import InFlight, Replica
+from proxy.replicas import InFlight, Replica
 from proxy.routing import Routing
 
 REPLICAS = 4

@@ -1,0 +1,96 @@
+"""Requests to the proxy's data path: unusual ones, which must arrive, and broken ones, which must not."""
+
+from __future__ import annotations
+
+PLAIN = b"POST /v1/completions HTTP/1.1\r\nHost: p"
+POST = PLAIN + b"\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+
+# Heads, without the empty line at their end.
+MALFORMED = {
+    "two lengths that differ": PLAIN + b"\r\nContent-Length: 1\r\nContent-Length: 2",
+    "one length twice": PLAIN + b"\r\nContent-Length: 1\r\ncontent-length: 1",
+    "a list of lengths": PLAIN + b"\r\nContent-Length: 1, 1",
+    "a negative length": PLAIN + b"\r\nContent-Length: -1",
+    "a signed length": PLAIN + b"\r\nContent-Length: +1",
+    "a hexadecimal length": PLAIN + b"\r\nContent-Length: 0x1",
+    "a length with an underscore": PLAIN + b"\r\nContent-Length: 1_0",
+    "an empty length": PLAIN + b"\r\nContent-Length: ",
+    "a length of other digits": PLAIN + b"\r\nContent-Length: \xd9\xa1",
+    "a length beyond all bounds": PLAIN + b"\r\nContent-Length: 9999999999999999",
+    "a length and a coding": PLAIN + b"\r\nContent-Length: 1\r\nTransfer-Encoding: chunked",
+    "a coding and a length": PLAIN + b"\r\nTransfer-Encoding: chunked\r\nContent-Length: 1",
+    "two codings": PLAIN + b"\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+    "a list of codings": PLAIN + b"\r\nTransfer-Encoding: gzip, chunked",
+    "chunked and identity": PLAIN + b"\r\nTransfer-Encoding: chunked, identity",
+    "an unknown coding": PLAIN + b"\r\nTransfer-Encoding: xchunked",
+    "an empty coding": PLAIN + b"\r\nTransfer-Encoding:",
+    "a coding with a tab in it": PLAIN + b"\r\nTransfer-Encoding: chun\tked",
+    "a coding in HTTP/1.0": b"POST / HTTP/1.0\r\nHost: p\r\nTransfer-Encoding: chunked",
+    "a space before a colon": PLAIN + b"\r\nContent-Length : 1",
+    "a tab before a colon": PLAIN + b"\r\nX-A\t: 1",
+    "a space before a name": PLAIN + b"\r\n X-A: 1",
+    "a folded line": PLAIN + b"\r\nX-A: 1\r\n\tand more",
+    "a folded first line": b"POST / HTTP/1.1\r\n Host: p",
+    "a line without a colon": PLAIN + b"\r\nX-A",
+    "an empty name": PLAIN + b"\r\n: 1",
+    "a name of other letters": PLAIN + b"\r\nX-\xc3\xa4: 1",
+    "a name in parentheses": PLAIN + b"\r\n(X-A): 1",
+    "a bare LF": PLAIN + b"\r\nX-A: 1\nContent-Length: 5",
+    "a bare CR": PLAIN + b"\r\nX-A: 1\rContent-Length: 5",
+    "a CR before the CRLF": PLAIN + b"\r\r\nX-A: 1",
+    "a NUL in a value": PLAIN + b"\r\nX-A: \x00",
+    "a NUL in a name": PLAIN + b"\r\nX\x00A: 1",
+    "a control character": PLAIN + b"\r\nX-A: \x1b[2J",
+    "a DEL": PLAIN + b"\r\nX-A: \x7f",
+    "a vertical tab after a coding": PLAIN + b"\r\nTransfer-Encoding: \x0bchunked",
+    "no Host": b"POST / HTTP/1.1\r\nX-A: 1",
+    "two Hosts": PLAIN + b"\r\nHost: q",
+    "two Authorizations": PLAIN + b"\r\nAuthorization: a\r\nAuthorization: b",
+    "no version": b"POST /\r\nHost: p",
+    "HTTP/0.9": b"POST / HTTP/0.9\r\nHost: p",
+    "HTTP/2.0": b"PRI * HTTP/2.0",
+    "HTTP/1.2": b"POST / HTTP/1.2\r\nHost: p",
+    "HTTP/1.1 in lower case": b"POST / http/1.1\r\nHost: p",
+    "HTTP/1.10": b"POST / HTTP/1.10\r\nHost: p",
+    "two spaces": b"POST  / HTTP/1.1\r\nHost: p",
+    "a space at the end of the first line": b"POST / HTTP/1.1 \r\nHost: p",
+    "a tab for a space": b"POST\t/ HTTP/1.1\r\nHost: p",
+    "a space in the path": b"POST /a b HTTP/1.1\r\nHost: p",
+    "other letters in the path": b"POST /\xc3\xa4 HTTP/1.1\r\nHost: p",
+    "a fragment": b"POST /a#b HTTP/1.1\r\nHost: p",
+    "a relative path": b"POST v1/x HTTP/1.1\r\nHost: p",
+    "a method with a colon": b"PO:ST / HTTP/1.1\r\nHost: p",
+    "no method": b" / HTTP/1.1\r\nHost: p",
+    "another scheme": b"POST ftp://h/ HTTP/1.1\r\nHost: p",
+    "a CONNECT": b"CONNECT h:443 HTTP/1.1\r\nHost: p",
+    "too many headers": PLAIN + b"\r\nA: 1" * 300,
+    "nothing": b"",
+    "a TLS greeting": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+}
+
+BAD_BODIES = {
+    "a chunk size that is none": CHUNKED + b"zz\r\n",
+    "a negative chunk size": CHUNKED + b"-1\r\n",
+    "a chunk size beyond all bounds": CHUNKED + b"ffffffffffffffff\r\n",
+    "a chunk longer than its size": CHUNKED + b"2\r\n{}}\r\n0\r\n\r\n",
+    "a bare LF after a size": CHUNKED + b"2\n{}\r\n0\r\n\r\n",
+    "a bare LF after a chunk": CHUNKED + b"2\r\n{}\n0\r\n\r\n",
+    "a chunk extension with a NUL": CHUNKED + b"2;\x00\r\n{}\r\n0\r\n\r\n",
+    "a length in a trailer": CHUNKED + b"2\r\n{}\r\n0\r\nContent-Length: 9\r\n\r\n",
+    "a trailer that is none": CHUNKED + b"2\r\n{}\r\n0\r\nnone\r\n\r\n",
+}
+
+# Each is a whole request whose body is `{}`, unless it is named as an empty one.
+REQUESTS = {
+    "a length": POST + b"Content-Length: 2\r\n\r\n{}",
+    "an empty body": POST + b"Content-Length: 0\r\n\r\n",
+    "no body at all": POST + b"\r\n",
+    "chunks": CHUNKED + b"1\r\n{\r\n1\r\n}\r\n0\r\n\r\n",
+    "chunks with extensions and trailers": CHUNKED + b'01;a;b="c"\r\n{\r\n1\r\n}\r\n00\r\nX-Sum: 1\r\n\r\n',
+    "an empty line before it": b"\r\n" + POST + b"Content-Length: 2\r\n\r\n{}",
+    "a whole URL": POST.replace(b"/v1", b"http://p/v1") + b"Content-Length: 2\r\n\r\n{}",
+    "odd spaces and letters": POST + b"content-LENGTH:\t 2 \r\nX-A:\r\n\r\n{}",
+    "a coding in capitals": POST + b"transfer-encoding: Chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "an expectation that came too late": POST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n{}",
+}

@@ -1,0 +1,243 @@
+"""What runs on a CPU against the plain torch references of the Triton kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.attention_decode import attention_decode_reference
+from kernels.attention_prefill import attention_prefill_reference
+from kernels.fp8 import quantize_blocks
+from kernels.moe_experts import ExpertWeights, PackedExperts, moe_experts_reference
+from kernels.moe_routing import route_reference
+from kernels.packed_linear import padded_rows
+from kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from kernels.rope_cache import qk_norm_rope_cache_reference
+from kernels.step_plan_cpu import TILE
+from tests.kernels.tensors import Pages, assert_close, random
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_packed_linear_gives_the_product_of_the_plain_one_for_any_number_of_rows(
+    dtype: torch.dtype, has_bias: bool
+) -> None:
+    weight = random(128, 192, seed=1, dtype=dtype) * 0.1
+    bias = random(128, seed=2, dtype=dtype) if has_bias else None
+    packed = kernels.pack_linear(weight)
+    for num_rows in (0, 1, 5, 7, 16, 33, 64, 65, 200):
+        x = random(num_rows, 192, seed=num_rows, dtype=dtype)
+        y = kernels.linear(x, packed, bias)
+        assert y.shape == (num_rows, 128) and y.dtype == dtype
+        exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        assert_close(y, exact)
+
+
+@pytest.mark.parametrize("shape", [(32, 192), (7, 48), (128, 40), (100, 64)])
+def test_a_weight_that_packing_would_enlarge_stays_plain(shape: tuple[int, int]) -> None:
+    weight = random(*shape, dtype=torch.bfloat16)
+    assert kernels.pack_linear(weight) is weight
+    x = random(3, shape[1], dtype=torch.bfloat16)
+    assert_close(kernels.linear(x, weight), x.double() @ weight.double().T)
+
+
+def test_numbers_of_rows_are_padded_little_and_take_few_values() -> None:
+    counts = torch.arange(2049).numpy()
+    padded = padded_rows(counts)
+    assert (padded >= counts).all() and (padded[counts > 3] < 1.5 * counts[counts > 3] + 1).all()
+    assert padded[0] == 0 and (padded[counts > 256] < 1.13 * counts[counts > 256]).all()
+    assert len(set(padded.tolist())) < 80
+
+
+def make_experts(widths: tuple[int, ...], hidden: int, dtype: torch.dtype) -> ExpertWeights:
+    total = sum(widths)
+    offsets = [sum(widths[:e]) for e in range(len(widths) + 1)]
+    gate_up = random(2 * total, hidden, seed=1) * hidden**-0.5
+    down = random(hidden * total, seed=2) * max(widths) ** -0.5
+    return ExpertWeights(gate_up.to(dtype), down.to(dtype), torch.tensor(offsets, dtype=torch.int32), widths)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", [(64,) * 8, (64, 0, 128, 128, 64, 40, 0, 7)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 17, 300])
+def test_packed_experts_add_the_parts_of_the_plain_ones(
+    dtype: torch.dtype, widths: tuple[int, ...], num_tokens: int
+) -> None:
+    experts = make_experts(widths, 64, dtype)
+    packed = kernels.pack_experts(experts)
+    assert isinstance(packed, PackedExperts)
+    x = random(num_tokens, 64, seed=3, dtype=dtype)
+    weights, expert_ids = route_reference(random(num_tokens, len(widths), seed=4), 3, True)
+    y = kernels.moe_experts(x, packed, weights, expert_ids)
+    assert y.dtype == dtype
+    assert_close(y, moe_experts_reference(x, experts, weights, expert_ids))
+
+
+def test_experts_work_with_all_tokens_on_one_and_with_none_here() -> None:
+    experts = make_experts((0, 64, 64), 64, torch.float32)
+    packed = kernels.pack_experts(experts)
+    x = random(600, 64, seed=3)  # more rows than a run has
+    for expert in range(3):
+        ids, weights = torch.full((600, 1), expert, dtype=torch.int32), torch.full((600, 1), 0.7)
+        y = kernels.moe_experts(x, packed, weights, ids)
+        assert_close(y, moe_experts_reference(x, experts, weights, ids))
+        assert bool(y.any()) == (expert > 0)
+
+
+def test_a_tokens_experts_give_the_same_whatever_the_batch_in_float32() -> None:
+    packed = kernels.pack_experts(make_experts((64,) * 8, 64, torch.float32))
+    x = random(40, 64, seed=3)
+    weights, ids = route_reference(random(40, 8, seed=4), 2, True)
+    together = kernels.moe_experts(x, packed, weights, ids)
+    alone = torch.cat(
+        [kernels.moe_experts(x[t : t + 1], packed, weights[t : t + 1], ids[t : t + 1]) for t in range(40)]
+    )
+    assert_close(together, alone)
+
+
+def test_packing_keeps_nothing_of_the_plain_experts() -> None:
+    experts = make_experts((64, 40), 64, torch.bfloat16)  # the second cannot be packed
+    packed = kernels.pack_experts(experts)
+    assert isinstance(packed, PackedExperts)
+    kept = {w.untyped_storage().data_ptr() for w in (*packed.gate_up, *packed.down) if not w.is_mkldnn}
+    assert kept and not kept & {w.untyped_storage().data_ptr() for w in (experts.gate_up, experts.down)}
+
+
+def test_fp8_experts_stay_as_they_are() -> None:
+    plain = make_experts((128, 128), 128, torch.float32)
+    gate_up, gate_up_scale = quantize_blocks(plain.gate_up)
+    down = [quantize_blocks(part.view(128, 128)) for part in plain.down.split(128 * 128)]
+    experts = ExpertWeights(
+        gate_up,
+        torch.cat([weight.flatten() for weight, _ in down]),
+        plain.offsets,
+        plain.widths,
+        gate_up_scale,
+        torch.cat([scale.flatten() for _, scale in down]),
+    )
+    assert kernels.pack_experts(experts) is experts
+    x = random(5, 128, seed=3)
+    weights, ids = route_reference(random(5, 2, seed=4), 1, True)
+    y = kernels.moe_experts(x, kernels.pack_experts(experts), weights, ids)
+    assert torch.equal(y, moe_experts_reference(x, experts, weights, ids))
+
+
+NO_SEQUENCES = torch.zeros((0, 1), dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+NO_CHUNKS = torch.zeros((0, 1), dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+
+
+def plan_of(
+    cache: Tensor,
+    num_tokens: int,
+    decodes: tuple[Tensor, Tensor] = NO_SEQUENCES,
+    prompts: tuple[Tensor, Tensor, Tensor] = NO_CHUNKS,
+    slots: Tensor | None = None,
+) -> kernels.StepPlan:
+    """The plan of a step whose token i stands at position i modulo 50."""
+    angles = random(50, cache.shape[-1] // 2, seed=9)
+    tables = kernels.StepTables(
+        cos_sin=torch.cat((angles.cos(), angles.sin()), 1),
+        positions=torch.arange(num_tokens, dtype=torch.int32) % 50,
+        slots=torch.arange(num_tokens, dtype=torch.int32) if slots is None else slots,
+        decode_tables=decodes[0],
+        decode_lens=decodes[1],
+        prefill_tables=prompts[0],
+        prefill_starts=prompts[1],
+        prefill_lens=prompts[2],
+    )
+    return kernels.plan_step(cache, tables)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_decoding_sequences_attend_to_their_own_pages_alone(dtype: torch.dtype, is_sorted: bool) -> None:
+    lens = [1, 4, 5, 0, 33, 8, 1700, 16, 17, 40, 41, 40]  # several chunks; one sequence without tokens
+    lens = sorted(lens, reverse=True) if is_sorted else lens
+    pages = Pages(lens, num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype)
+    q = random(len(lens), 6, 8, dtype=dtype)
+    plan = plan_of(pages.k_cache, len(lens), (pages.tables, pages.lens))
+    assert plan.cpu is not None and len(plan.cpu.decodes) > 3 and (plan.cpu.order is None) == is_sorted
+    y = kernels.paged_attention(q, plan, pages.k_cache, pages.v_cache, 0.35)
+    expected = attention_decode_reference(q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, 0.35)
+    assert_close(y, expected)
+
+
+@pytest.mark.parametrize("lens", [[7], [12, 12], [9, 8, 7]])
+def test_a_step_of_one_chunk_attends_like_any_other(lens: list[int]) -> None:
+    pages = Pages(lens, num_kv_heads=2, head_dim=8, block_size=4, dtype=torch.float32)
+    q = random(len(lens), 4, 8)
+    plan = plan_of(pages.k_cache, len(lens), (pages.tables, pages.lens))
+    y = kernels.paged_attention(q, plan, pages.k_cache, pages.v_cache, 0.35)
+    for s, length in enumerate(lens):
+        assert_close(y[s], pages.attend(q[s], s, length, 0.35))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prompts_attend_causally_after_a_cached_prefix_and_across_tiles(dtype: torch.dtype) -> None:
+    pages = Pages([5, 9, 12, 3, 700], num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype)
+    starts = torch.tensor([0, 5, 6, 6, 8, 8 + 600], dtype=torch.int32)  # whole, one token, none, two of three, a prefix
+    assert 600 > 2 * TILE
+    q = random(608, 4, 8, dtype=dtype)
+    plan = plan_of(pages.k_cache, 608, prompts=(pages.tables, starts, pages.lens))
+    y = kernels.paged_attention(q, plan, pages.k_cache, pages.v_cache, 0.35)
+    expected = attention_prefill_reference(q, pages.k_cache, pages.v_cache, pages.tables, starts, pages.lens, 0.35)
+    assert_close(y, expected)
+
+
+def test_decodes_and_prompts_of_one_step_do_not_mix() -> None:
+    pages = Pages([9, 30, 20, 25], num_kv_heads=1, head_dim=8, block_size=4, dtype=torch.float32)
+    q = random(2 + 45, 2, 8)
+    prompts = pages.tables[2:], torch.tensor([0, 20, 45], dtype=torch.int32), pages.lens[2:]
+    plan = plan_of(pages.k_cache, 47, (pages.tables[:2], pages.lens[:2]), prompts)
+    y = kernels.paged_attention(q, plan, pages.k_cache, pages.v_cache, 0.35)
+    for row, s in ((0, 0), (1, 1)):
+        assert_close(y[row], pages.attend(q[row], s, int(pages.lens[s]), 0.35))
+    for row, s, length in ((2, 2, 1), (21, 2, 20), (22, 3, 1), (46, 3, 25)):
+        assert_close(y[row], pages.attend(q[row], s, length, 0.35))
+
+
+def test_attention_of_a_step_without_tokens_is_empty() -> None:
+    cache = torch.zeros(2, 4, 2, 8)
+    assert kernels.paged_attention(torch.zeros(0, 4, 8), plan_of(cache, 0), cache, cache, 1.0).shape == (0, 4, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 300])
+def test_norms_give_the_reference(dtype: torch.dtype, num_tokens: int) -> None:
+    x, residual = random(num_tokens, 64, seed=1, dtype=dtype), random(num_tokens, 64, seed=2, dtype=dtype)
+    weight = random(64, seed=3, dtype=dtype)
+    before = x.clone()
+    assert_close(kernels.rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    assert torch.equal(x, before)
+    for actual, expected in zip(
+        kernels.add_rms_norm(x, residual, weight, 1e-6), add_rms_norm_reference(x, residual, weight, 1e-6), strict=True
+    ):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 300])
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_rotated_heads_and_what_they_leave_in_the_cache_are_the_references(
+    dtype: torch.dtype, num_tokens: int, has_padding: bool
+) -> None:
+    slots = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:num_tokens].to(torch.int32)
+    if has_padding:
+        slots[::3] = -1
+    qkv = random(num_tokens, 4 + 2 + 2, 16, dtype=dtype)
+    q_norm, k_norm = random(16, seed=4, dtype=dtype), random(16, seed=5, dtype=dtype)
+    caches, expected = ([torch.full((100, 4, 2, 16), -9.0, dtype=dtype) for _ in range(2)] for _ in range(2))
+    plan = plan_of(caches[0], num_tokens, slots=slots)
+    q = kernels.cache_heads(qkv, kernels.HeadNorms.of(q_norm, k_norm, 4, 2), 1e-6, plan, *caches)
+    tables = plan.tables
+    q_expected = qk_norm_rope_cache_reference(
+        *(*qkv.split((4, 2, 2), dim=1), q_norm, k_norm, 1e-6),
+        *(tables.cos_sin, tables.positions, slots, *expected),
+    )
+    assert_close(q, q_expected)
+    for actual, reference in zip(caches, expected, strict=True):
+        assert_close(actual, reference)
