@@ -48,6 +48,7 @@ from coordinator.errors import JoinRefused, ProtocolError
 from coordinator.messages import (
     BEAT_INTERVAL_S,
     MAX_BLOBS_BYTES,
+    MAX_TICK_S,
     STOP,
     Arrive,
     Beat,
@@ -69,7 +70,6 @@ __all__ = ["Clock", "ClockSettings", "Commit", "Expel", "Output", "Phase"]
 
 logger = logging.getLogger(__name__)
 
-MAX_TICK_S: Final = 4 * BEAT_INTERVAL_S  # ticks further apart than this mean that the master itself was paused
 MAX_REFORMS: Final = 2
 FIRST_STEP_DEADLINES: Final = 3
 FAULT_WAIT_S: Final = verdicts.SILENT_S + BEAT_INTERVAL_S  # by then a dead peer is lost, and a frozen one silent

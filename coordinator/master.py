@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import Final, cast
 
-from coordinator.clock import Clock, ClockSettings, Commit, Expel, Output, Phase
+from coordinator.clock import ENDED, Clock, ClockSettings, Commit, Expel, Output, Phase
 from coordinator.errors import Deposed, Fenced, GroupFailed, JoinRefused, ProtocolError, StoreUnavailable
 from coordinator.handshake import accept, checked_secret, is_signed, new_challenge
 from coordinator.messages import (
@@ -208,7 +208,7 @@ class Master:
                     self._expel(output)
                 case _:
                     self._broadcast(encode(output))
-        if self.clock.phase in (Phase.STOPPED, Phase.FAILED, Phase.DEPOSED):
+        if self.clock.phase in ENDED:
             self._ended.set()
 
     def _broadcast(self, frame: bytes) -> None:

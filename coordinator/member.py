@@ -48,6 +48,7 @@ from coordinator.messages import (
     Release,
     encode,
 )
+from coordinator.store import LEASE_S
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ MAX_RETRY_S: Final = 1.0  # between attempts to join
 # A new master waits one second for its members: whoever looks for it must come by in less, even when the address that
 # it tried first belongs to a master which is frozen and answers nothing.
 FIND_S: Final = 0.2  # for asking where the master is
+LOOK_S: Final = LEASE_S + 3.0  # for another master, until a member gives up
 REDIAL_S: Final = 0.4  # for one attempt, up to the Accepted
 REDIAL_PAUSE_S: Final = 0.1
 # What `silence_s` should be at most where another master may take over: less than the lease (2 s), so that members look
@@ -94,7 +96,7 @@ class Member:
         collectives: Callable[[], tuple[int, ...]],
         is_alive: Callable[[], bool] = lambda: True,
         find_master: FindMaster = _same_master,
-        redial_s: float = 5.0,
+        redial_s: float = LOOK_S,
     ) -> None:
         self._state = MemberState(silence_s=silence_s, redial_s=redial_s)
         self._hello = hello

@@ -3,6 +3,8 @@
 `member.py` puts it on a connection, `simulation.py` on a simulated one. The rules:
 
 - **Newest wins.** Of all Reconfigures that came, the newest counts. Frames of any other epoch than that are ignored.
+- **Evictions add up.** Which rank holds which weights follows from the evictions in their order. A new master that
+  does not know those that this member was told of, because the store lost them with the last one, cannot be followed.
 - **Told, then taken up.** An epoch is taken up when the member says that it is ready for it. From the Reconfigure until
   then everything that is waited for raises Superseded, and what is sent bears the old epoch: nothing that the old
   epoch still causes here can be taken for the new one's.
@@ -26,7 +28,7 @@ from typing import Final
 from coordinator.errors import CoordinatorError, GroupFailed, JoinRefused, MasterLost, ProtocolError, Superseded
 from coordinator.errors import Evicted as EvictedError
 from coordinator.messages import (
-    BEAT_INTERVAL_S,
+    MAX_TICK_S,
     Arrive,
     Beat,
     Done,
@@ -40,7 +42,6 @@ from coordinator.messages import (
     Release,
 )
 
-MAX_TICK_S: Final = 4 * BEAT_INTERVAL_S  # ticks further apart than this mean that this process was paused
 MAX_FAULT_CHARS: Final = 1000
 
 
@@ -134,7 +135,7 @@ class MemberState:
                     self.go = message
             case Reconfigure():
                 if message.epoch > self.told_epoch:
-                    self.newest = message
+                    self._be_told(message)
             case Evicted():
                 self.end(EvictedError(message.reason))
             case Failed():
@@ -143,6 +144,14 @@ class MemberState:
                 return
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for a member that was accepted")
+
+    def _be_told(self, reconfigure: Reconfigure) -> None:
+        told = self.newest.evicted if self.newest else ()
+        if reconfigure.evicted[: len(told)] == told:
+            self.newest = reconfigure
+            return
+        known = f"epoch {reconfigure.epoch} has the evictions {reconfigure.evicted}, this member was told of {told}"
+        self.end(GroupFailed(f"the membership store has lost what was committed: {known}"))
 
     # The step loop
 

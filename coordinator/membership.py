@@ -18,7 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 from coordinator import keys
 from coordinator.errors import Fenced, LeaseHeld, StoreUnavailable
 from coordinator.redis_client import connect, disconnect
-from coordinator.store import LEASE_S, Lease, MasterAddress, Record, View
+from coordinator.store import LEASE_S, Lease, MasterAddress, Record, View, split_address
 
 CALL_S: Final = 0.6  # for any call, connecting and loading its script included
 MAX_COMMANDS: Final = 64  # that wait for a master
@@ -79,16 +79,26 @@ class Membership:
     async def master(self) -> MasterAddress | None:
         """See Store."""
         view = await self.view()
-        host, _, port = view.address.rpartition(":")
-        if not view.is_leased or not port.isdecimal():
+        if not view.is_leased:
             return None
-        return MasterAddress(token=view.token, host=host.strip("[]"), port=int(port))
+        try:
+            host, port = split_address(view.address)
+        except ValueError:  # another wrote something else there
+            return None
+        return MasterAddress(token=view.token, host=host, port=port)
 
     async def view(self) -> View:
         """See Store."""
-        token, epoch, address, holder, is_leased = await self._run("view", [self._mastership, self._lease], [])
-        is_over = token > 0 and not holder
-        return View(token=token, epoch=epoch, address=address, is_leased=bool(is_leased), is_over=is_over)
+        answer = await self._run("view", [self._mastership, self._lease], [])
+        token, epoch, committed_epoch, address, holder, is_leased = answer
+        return View(
+            token=token,
+            epoch=epoch,
+            committed_epoch=committed_epoch,
+            address=address,
+            is_leased=bool(is_leased),
+            is_over=token > 0 and not holder,
+        )
 
     async def commands(self) -> list[str]:
         """See Store."""

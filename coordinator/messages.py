@@ -37,6 +37,7 @@ MAX_FRAME_BYTES: Final = 4 * 1024 * 1024
 MAX_BLOBS_BYTES: Final = MAX_FRAME_BYTES // 2  # of all members' blobs together
 MAX_INT: Final = 2**63 - 1
 BEAT_INTERVAL_S: Final = 0.25
+MAX_TICK_S: Final = 4 * BEAT_INTERVAL_S  # ticks further apart than this mean that whoever ticks was paused
 
 # Commands are names that mean something to the members. The clock itself knows one of them.
 STOP: Final = "stop"  # the step that carries it is the group's last; members leave after it

@@ -9,7 +9,8 @@ The rules of a standby:
   the lease is replaced at once, by a script that compares the token. Twice, since a new master takes the lease first
   and listens a moment later.
 - **An outage of the store is no death.** While the store was away, or this process was paused, the master may have had
-  no chance to renew. It gets one lease's time from when the store answers again.
+  no chance to renew, and another master may have come whom the store has forgotten. Each gets one lease's time from
+  when the store answers again.
 - **A store that has lost its data is believed again when the master has restored it**, which takes one renewal. Nothing
   is taken over from what it says until then: it may name members that were evicted long ago.
 - **Over is over.** A lease that was given up belonged to a group that has ended.
@@ -28,7 +29,7 @@ from typing import Final
 
 from coordinator.errors import LeaseHeld, StoreUnavailable
 from coordinator.member import MAX_SILENCE_S
-from coordinator.store import LEASE_S, Lease, Store, View
+from coordinator.store import LEASE_S, Lease, Store, View, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class LeaseWatch:
     def __init__(self) -> None:
         self.seen_token = 0
         self.seen_epoch = 0
+        self._committed_epoch = 0  # the highest that a membership was ever committed for
         self._view: View | None = None  # the last, while the store answers and is to be believed
         self._is_in_epoch = False  # this node's members are
         self._looked_s = 0.0
@@ -72,7 +74,9 @@ class LeaseWatch:
 
     def saw(self, view: View, probe: Probe, own_epoch: int, now_s: float) -> None:
         """What the store says, what the address that it names did, and the epoch that this node's members are in."""
-        is_sound = view.token >= self.seen_token and view.epoch >= max(own_epoch, self.seen_epoch)
+        self._committed_epoch = max(self._committed_epoch, own_epoch)  # members are told of what is committed
+        is_sound = view.token >= self.seen_token and view.committed_epoch >= self._committed_epoch
+        self._committed_epoch = max(self._committed_epoch, view.committed_epoch)
         self.seen_token = max(self.seen_token, view.token)
         self.seen_epoch = max(self.seen_epoch, view.epoch, own_epoch)
         self._is_in_epoch = own_epoch > 0
@@ -90,13 +94,12 @@ class LeaseWatch:
     def claim(self, now_s: float) -> Claim | None:
         """Whether the lease may be taken, as of the last look. A group that has not begun is not a standby's."""
         view = self._view
-        if view is None or view.is_over or not self._is_in_epoch:
+        if view is None or view.is_over or not self._is_in_epoch or now_s - self._answers_since_s < LEASE_S:
             return None
         if self._refused_since is not None and now_s - self._refused_since[1] >= POLL_S:
             replaces = view.token if view.is_leased else None
             return Claim(replaces=replaces, why=f"nobody listens at {view.address}")
-        is_missed = now_s - self._greeted_s >= MAX_SILENCE_S
-        if not view.is_leased and is_missed and now_s - self._answers_since_s >= LEASE_S:
+        if not view.is_leased and now_s - self._greeted_s >= MAX_SILENCE_S:
             return Claim(replaces=None, why=f"the master at {view.address} neither renews its lease nor answers")
         return None
 
@@ -148,11 +151,10 @@ async def begin(store: Store, *, holder: str, address: str) -> Lease:
 
 async def _probe(address: str) -> Probe:
     """Connects as a stranger, whom a clock greets with a challenge."""
-    host, _, port = address.rpartition(":")
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(PROBE_S):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await asyncio.open_connection(*split_address(address))
             return Probe.GREETED if await reader.read(1) else Probe.SILENT
     except ConnectionRefusedError:
         return Probe.REFUSED

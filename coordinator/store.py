@@ -16,6 +16,17 @@ from typing import Any, Final, Protocol, cast
 LEASE_S: Final = 2.0  # a master that has not renewed for so long may be replaced
 
 
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The inverse of `join_address`. Raises ValueError for what is none."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """The membership that was committed last."""
@@ -67,7 +78,8 @@ class View:
     """What the store says of the mastership at one moment."""
 
     token: int  # the highest ever; 0 where there never was a master, or the store has lost its data
-    epoch: int  # the highest ever
+    epoch: int  # the highest ever, committed or only handed out with a lease
+    committed_epoch: int  # that of the record; 0 for none
     address: str  # host:port of the token's holder
     is_leased: bool  # the lease has not run out
     is_over: bool = False  # the holder gave it up: its group has ended, and there is nothing to take over

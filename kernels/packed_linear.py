@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ROWS_HINT: Final = 64  # for which a layout is chosen; it serves any number of rows as well
-# More are padded to multiples of _ROWS_STEP. Four rows take less time than one: the code for those keeps more weights on
-# their way (768 x 1024 on an EPYC: 1 row 123 us, 2 rows 151, 3 rows 118, 4 to 6 rows 111, 8 rows 143).
+# More are padded to multiples of _ROWS_STEP. Four rows take less time than one: the code for those keeps more weights
+# on their way (768 x 1024 on an EPYC: 1 row 123 us, 2 rows 151, 3 rows 118, 4 to 6 rows 111, 8 rows 143).
 _FEW_ROWS: Final = (0, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _ROWS_STEP: Final = 32
 

@@ -256,10 +256,14 @@ class Dispatcher:
         return len(exchange.tried) < MAX_ATTEMPTS
 
     def try_again(self, exchange: Exchange, err: UpstreamFailed) -> None:
-        """Sends a request that certainly does not run to another replica, if one is left and the budget allows it."""
+        """Sends a request that certainly does not run to another replica, if one is left and the budget allows it.
+
+        The budget keeps replicas that refuse from doubling the load. A dead one gives its requests away only once.
+        """
+        is_dead = exchange.replica is not None and exchange.replica.is_dead
         if not self.may_try_again(exchange):
             exchange.fail(NoReplicaAvailable("the replicas that were tried do not take the request; try again shortly"))
-        elif not self._budget.spend():
+        elif not is_dead and not self._budget.spend():
             exchange.fail(NoReplicaAvailable("too many requests fail to try this one again; try again shortly"))
         else:
             self.metrics.retries.labels(err.code).inc()

@@ -65,6 +65,16 @@ class Registry:
             namesake = self._joined[former_id]
             if namesake.url != url and not self._is_silent(namesake, now_s):
                 raise JoinRefused(f"replica_id {hello.replica_id!r} is in use by the live replica at {namesake.url}")
+        for other in self._members(hello.group) if hello.group else ():
+            is_other = other.replica_id != hello.replica_id and other.dp_rank == hello.dp_rank
+            if is_other and not self._is_silent(other, now_s):
+                logger.warning(
+                    "two groups of one name are taken for one, which stops the replicas of one of them: name them apart"
+                    " (--group) group=%r dp_rank=%s replica_ids=%r",
+                    hello.group,
+                    hello.dp_rank,
+                    [other.replica_id, hello.replica_id],
+                )
         replica = self._lives.get((hello.replica_id, hello.incarnation))
         if replica is None:
             replica = Replica(

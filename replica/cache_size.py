@@ -11,9 +11,8 @@ from typing import Final
 
 from replica.config import ReplicaConfig
 from replica.errors import ConfigError
-from replica.plan import RankPlan
+from replica.plan import GIB, RankPlan
 
-GIB: Final = 1 << 30
 _CACHE_SHARE: Final = 0.7  # of the memory that the weights leave; the rest is for activations and everybody else
 
 

@@ -39,12 +39,13 @@ class Server:
     @classmethod
     def at(cls, url: str, *, api_key: str) -> Server:
         """Takes a URL as people write it, with or without /v1. Raises ChatFailed."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             is_known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # the port is no number
+            is_known = is_known and parts.path.rstrip("/") in ("", "/v1") and not (parts.query or parts.fragment)
+        except ValueError:  # the port is no number, or a bracket is not closed
             is_known = False
-        if not is_known or parts.path.rstrip("/") not in ("", "/v1") or parts.query or parts.fragment:
+        if not is_known:
             raise ChatFailed(f"the URL is {url!r}, must look like http://HOST:PORT")
         return cls(f"{parts.scheme}://{parts.netloc}", api_key)
 

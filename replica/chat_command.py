@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import signal
@@ -78,11 +79,20 @@ def talk_to(server: Server, model: str | None) -> int:
     if model is not None and model not in models:
         raise ChatFailed(f"{server.url} does not serve {model!r}; it serves {', '.join(models)}")
     model = model or models[0]
+    if sys.stdin is None or sys.stdout is None:
+        raise ChatFailed("standard input or output is closed")
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() gets history and editing by it)
         print(f"{model} at {server.url}. {HELP}.")
-    talk(Conversation(server, model), sys.stdin, sys.stdout)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show every character shows the others
+    try:
+        talk(Conversation(server, model), sys.stdin, sys.stdout)
+    except OSError as err:  # whoever read the answers is gone, or their disk is full
+        with open(os.devnull, "w") as nowhere:  # for what is still buffered, lest the interpreter fail at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise ChatFailed(f"cannot read questions or write answers: {err}") from err
     return 0
 
 

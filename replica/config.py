@@ -94,7 +94,11 @@ class ReplicaConfig:
     )
     block_size: int = option(16, "tokens per block of the KV cache")
     no_prefix_cache: bool = option(False, "compute every prompt whole, also where the KV cache has its beginning")
-    num_threads: int = option(0, "CPU threads of each rank; 0 shares this machine's cores between its ranks")
+    num_threads: int = option(
+        0,
+        "CPU threads of each rank, which reserves as many CPUs of a Ray cluster; 0 shares this machine's cores between "
+        "its ranks, and is 1 with --executor ray",
+    )
 
     max_waiting: int = option(1024, "sequences that may wait to be scheduled; more are refused with 503")
     max_body_mb: float = option(
@@ -104,7 +108,11 @@ class ReplicaConfig:
     prefill_delay_s: float = option(
         0.02, "seconds that a prompt may wait for prompts of the group's other replicas, while some replica decodes"
     )
-    progress_deadline_s: float = option(10.0, "seconds without a step, while work waits, after which /health is 503")
+    progress_deadline_s: float = option(
+        10.0,
+        "seconds without a step, while work waits, after which /health is 503 and a group goes on without the replica "
+        "that holds it up",
+    )
     startup_timeout_s: float = option(600.0, "seconds in which all replicas must be there and ready")
     drain_timeout_s: float = option(30.0, "seconds that running requests may go on after SIGTERM")
     report_interval_s: float = option(1.0, "seconds between load reports to a proxy, at most")

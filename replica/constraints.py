@@ -1,8 +1,8 @@
 """Computes the masks of constrained sequences for the step that comes, off the event loop and by a deadline.
 
 A mask needs the token before it, so it is made between two steps, while the replica's group may wait. What takes too
-long or fails ends its own sequence; the step goes on without it. A grammar that fails does so wherever it runs. Its work
-is bounded (grammar.py), so one that is only late tells of this machine, and another replica can go on with it.
+long or fails ends its own sequence; the step goes on without it. A grammar that fails does so wherever it runs. Its
+work is bounded (grammar.py), so one that is only late tells of this machine, and another replica can go on with it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ ReplicaError
 └── RequestError           OpenAI's error body; nothing else notices
     ├── BadRequest         400, do not retry
     │   ├── GrammarRefused 400, a schema that is no schema, cannot be met, or asks for too much work
-    │   ├── GrammarFailed  400, code grammar_failed, in mid-answer: it cannot follow its grammar further, wherever it runs
+    │   ├── GrammarFailed  400, code grammar_failed, in mid-answer: it cannot follow its grammar, wherever it runs
     │   └── ContextTooLong 400, code context_length_exceeded
     ├── Unauthorized       401
     ├── UnknownModel       404

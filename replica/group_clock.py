@@ -18,17 +18,15 @@ from typing import Final, NoReturn
 import msgpack
 
 from coordinator.errors import CoordinatorError, GroupFailed, JoinFailed, JoinRefused, Superseded
-from coordinator.member import MAX_SILENCE_S, Member
+from coordinator.member import LOOK_S, MAX_SILENCE_S, Member
 from coordinator.membership import Membership
 from coordinator.messages import Hello as MemberHello
 from coordinator.messages import Reconfigure, Release
-from coordinator.store import LEASE_S
 from proxy.protocol import Hello
 from replica.config import ReplicaConfig
 from replica.errors import ConfigError, CutOff, GroupLost
 from replica.step_clock import Reconfiguration
 
-REDIAL_S: Final = LEASE_S + 3.0  # a member whose master is lost looks for one for so long
 CUT_OFF_S: Final = 10.0  # a wait that an epoch has ended is cut off by who watches `superseded`, at once
 
 
@@ -48,7 +46,7 @@ class GroupClock:
         (group_config.py). Called from a thread: `collectives`, how many each rank of this replica has entered in the
         epoch, and `is_alive`, whether all of its ranks live."""
         self.is_shared = True
-        self.takeover_s = REDIAL_S + config.progress_deadline_s  # the master may have been silent before it is missed
+        self.takeover_s = LOOK_S + config.progress_deadline_s  # the master may have been silent before it is missed
         self._dp = config.layout.dp
         self._members = tuple(range(self._dp))
         self._store = Membership.at(config.redis_url, config.group) if _master_may_move(config) else None
@@ -69,7 +67,6 @@ class GroupClock:
             collectives=collectives,
             is_alive=is_alive,
             find_master=self._find_master,
-            redial_s=REDIAL_S,
         )
 
     async def join(self) -> Reconfiguration:

@@ -31,6 +31,7 @@ from coordinator.master import Master, Mastership, bind
 from coordinator.membership import Membership
 from coordinator.private_redis import PrivateRedis
 from coordinator.standby import begin, take_over
+from coordinator.store import join_address, split_address
 from replica.address import own_address
 from replica.config import ReplicaConfig
 from replica.errors import ConfigError
@@ -91,7 +92,7 @@ class GroupMaster:
         try:
             self._store = await self._open_store()
             if config.node_rank == 0:
-                address = _join_address(config.master_addr, config.master_port)
+                address = join_address(config.master_addr, config.master_port)
                 lease = await begin(self._store, holder=self._holder, address=address)
                 self._mastership = Mastership(store=self._store, lease=lease, is_takeover=False)
             elif (master := await self._store.master()) is not None:
@@ -99,8 +100,8 @@ class GroupMaster:
         except LeaseHeld as held:
             logger.warning("another supervisor is the master of this group, this one stands by reason=%s", held)
             self._drop_listener()
-            host, _, master_port = held.address.rpartition(":")
-            config = replace(config, master_addr=host.strip("[]"), master_port=int(master_port))
+            host, port = split_address(held.address)
+            config = replace(config, master_addr=host, master_port=port)
         except (PrivateRedisFailed, StoreUnavailable, ValueError) as err:
             raise ConfigError(f"cannot keep the group's membership: {err} (--redis-url)") from err
         return config
@@ -180,9 +181,7 @@ class GroupMaster:
         host = own_address(self._config.master_addr)
         port = await self._bind(host, 0)
         self._config = replace(self._config, master_addr=host, master_port=port)
-        lease = await take_over(
-            store, holder=self._holder, address=_join_address(host, port), own_epoch=self._own_epoch
-        )
+        lease = await take_over(store, holder=self._holder, address=join_address(host, port), own_epoch=self._own_epoch)
         self._mastership = Mastership(store=store, lease=lease, is_takeover=lease.record is not None)
         return self._mastership
 
@@ -202,7 +201,3 @@ class GroupMaster:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-
-
-def _join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""The process groups of one rank in one epoch, and what ranks do together in them.
+"""The groups of ranks that one rank is in, in one epoch, and what ranks do together in them.
 
 A rank is in three groups: of the ranks that share its attention, its dense MLP and its experts. Between the layers
 each token has one owner, which alone holds its residual. Before a layer the group of that layer gathers its tokens,

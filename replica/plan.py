@@ -13,7 +13,7 @@ from replica.model_config import DTYPE_BYTES, ModelConfig
 from replica.shards import weight_bytes
 from replica.tensor_specs import TensorSpec, block_size, mlp_block_width, tensor_specs
 
-_GIB: Final = 2**30
+GIB: Final = 2**30  # bytes
 SAME_CAPACITY: Final = 0.05  # layouts whose KV tokens differ by less of the best are ranked by what they send
 
 
@@ -189,8 +189,8 @@ class SurvivorCheck:
         if needed <= self._room_bytes:
             return ""
         return (
-            f"{len(members)} of {self._layout.dp} replicas are left: a rank would hold {needed / _GIB:.2f} GiB of "
-            f"weights, there is room for {self._room_bytes / _GIB:.2f} beside its KV cache (--survive, --kv-cache-gb)"
+            f"{len(members)} of {self._layout.dp} replicas are left: a rank would hold {needed / GIB:.2f} GiB of "
+            f"weights, there is room for {self._room_bytes / GIB:.2f} beside its KV cache (--survive, --kv-cache-gb)"
         )
 
 
@@ -259,7 +259,7 @@ def _is_sliver(config: ModelConfig, layout: Layout) -> bool:
 def _reason(config: ModelConfig, plan: Plan, most_tokens: int, least_sent: int) -> str:
     layout = plan.layout
     if plan.missing_bytes:
-        return f"does not fit: the fullest rank lacks {plan.missing_bytes / _GIB:.1f} GiB"
+        return f"does not fit: the fullest rank lacks {plan.missing_bytes / GIB:.1f} GiB"
     reasons = [
         f"{100 * plan.kv_tokens / most_tokens:.0f} % of the most KV tokens",
         f"sends {sum(plan.sent_bytes.values()) / least_sent:.2f}x the least",

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from replica.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, check_names
+from replica.config import flag
 from replica.errors import CheckpointError, ConfigError
 from replica.layout import Layout
 from replica.model_config import DTYPE_BYTES, ModelConfig
-from replica.plan import Plan, PlanSettings, Suggestion, make_plan, suggest
+from replica.plan import GIB, Plan, PlanSettings, Suggestion, make_plan, suggest
 from replica.tensor_specs import KINDS
 
-_GIB: Final = 2**30
 _LAYOUT_OPTIONS: Final = {
     "dp": "replicas of the group; they share the ranks of --tp between them",
     "tp": "ranks that share the MLP and the experts, and so the size of the group (default 1)",
@@ -30,7 +30,7 @@ _LAYOUT_OPTIONS: Final = {
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
     """Adds the degrees of a layout; one that is not given is None."""
     for name, text in _LAYOUT_OPTIONS.items():
-        parser.add_argument(_flag(name), type=int, metavar="N", help=text)
+        parser.add_argument(flag(name), type=int, metavar="N", help=text)
 
 
 def layout_from(args: argparse.Namespace, nnodes: int = 1) -> Layout:
@@ -54,7 +54,7 @@ def add_plan_parser(commands: Any) -> None:
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help=nnodes_help)
     dtypes = ("auto", *DTYPE_BYTES)
     parser.add_argument("--dtype", default="auto", choices=dtypes, help="of what is not FP8 (auto: the checkpoint's)")
-    for flag, kind, default, metavar, text in (
+    for name, kind, default, metavar, text in (
         ("--device-memory", float, 80.0, "GIB", "GiB of each device for weights and KV cache (default 80)"),
         (
             "--survive",
@@ -66,7 +66,7 @@ def add_plan_parser(commands: Any) -> None:
         ("--step-tokens", int, 256, "N", "tokens of a decode step of all replicas, for the bytes sent (default 256)"),
         ("--suggest", int, None, "N", "list the valid layouts of N devices, best first"),
     ):
-        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+        parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run_plan)
 
@@ -79,14 +79,14 @@ def run_plan(args: argparse.Namespace) -> int:
         raise ConfigError(f"--device-memory is {args.device_memory}, must be above 0 GiB")
     settings = PlanSettings(
         dtype=config.dtype if args.dtype == "auto" else args.dtype,
-        device_bytes=int(args.device_memory * _GIB),
+        device_bytes=int(args.device_memory * GIB),
         step_tokens=args.step_tokens,
         survive=args.survive,
     )
     name = args.model.resolve().name
     if args.suggest is not None:
         if (given := next((name for name in _LAYOUT_OPTIONS if getattr(args, name) is not None), None)) is not None:
-            raise ConfigError(f"--suggest tries every layout; drop {_flag(given)}, or drop --suggest")
+            raise ConfigError(f"--suggest tries every layout; drop {flag(given)}, or drop --suggest")
         suggestions = suggest(config, args.suggest, settings, args.nnodes)
         print(_suggestions_json(name, suggestions) if args.json else _suggestions_table(name, suggestions))
     else:
@@ -119,7 +119,7 @@ def _plan_table(name: str, checked: str, plan: Plan, settings: PlanSettings) -> 
         f"{name}, from {checked}: {layout.flags()}",
         f"dp {layout.dp} x attn_tp {layout.attn_tp} = {layout.world} ranks; MLP over {layout.mlp_tp}, "
         f"experts over {layout.moe} (ep {layout.ep} x moe_tp {layout.moe_tp}); {settings.dtype}, "
-        f"{settings.device_bytes / _GIB:g} GiB a device",
+        f"{settings.device_bytes / GIB:g} GiB a device",
         "",
     ]
     columns = ["rank", "replica", *KINDS, "weights GiB", "reserve GiB", "KV bytes/token", "KV tokens"]
@@ -127,9 +127,9 @@ def _plan_table(name: str, checked: str, plan: Plan, settings: PlanSettings) -> 
         [
             str(rank.rank),
             str(rank.dp_rank),
-            *(f"{rank.weights[kind] / _GIB:.3f}" for kind in KINDS),
-            f"{rank.weight_bytes / _GIB:.3f}",
-            f"{rank.reserve_bytes / _GIB:.3f}",
+            *(f"{rank.weights[kind] / GIB:.3f}" for kind in KINDS),
+            f"{rank.weight_bytes / GIB:.3f}",
+            f"{rank.reserve_bytes / GIB:.3f}",
             f"{rank.kv_bytes_per_token}",
             f"{rank.kv_tokens}",
         ]
@@ -144,7 +144,7 @@ def _plan_table(name: str, checked: str, plan: Plan, settings: PlanSettings) -> 
         + (f" ({sent})" if sent else ""),
     ]
     if plan.missing_bytes:
-        tail.append(f"DOES NOT FIT: the fullest rank lacks {plan.missing_bytes / _GIB:.2f} GiB (--device-memory)")
+        tail.append(f"DOES NOT FIT: the fullest rank lacks {plan.missing_bytes / GIB:.2f} GiB (--device-memory)")
     return "\n".join([*head, *_aligned([columns, *rows]), *tail])
 
 
@@ -160,7 +160,7 @@ def _suggestions_table(name: str, suggestions: Sequence[Suggestion]) -> str:
             [
                 str(place),
                 plan.layout.flags(),
-                f"{max(rank.weight_bytes for rank in plan.ranks) / _GIB:.2f}",
+                f"{max(rank.weight_bytes for rank in plan.ranks) / GIB:.2f}",
                 str(plan.kv_tokens),
                 f"{sum(plan.sent_bytes.values()) / 2**20:.1f}",
                 suggestion.reason,
@@ -202,7 +202,3 @@ def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[st
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

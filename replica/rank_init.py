@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from replica.address import own_address
-from replica.cache_size import GIB, RankSpace, kv_cache_bytes, local_space, weight_room_bytes
+from replica.cache_size import RankSpace, kv_cache_bytes, local_space, weight_room_bytes
 from replica.config import ReplicaConfig
 from replica.frames import Init
 from replica.group_config import resolve_dtype
 from replica.model_config import ModelConfig
-from replica.plan import PlanSettings, RankPlan, SurvivorCheck, make_plan
+from replica.plan import GIB, PlanSettings, RankPlan, SurvivorCheck, make_plan
+from replica.step_loop import STALLED_DEADLINES
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,6 @@ def rank_init(config: ReplicaConfig, model: ModelConfig, space: RankSpace, *, ma
         peer_host=own_address(config.master_addr) if layout.nnodes > 1 else LOOPBACK,
         # Of a peer that is gone the clock knows, and has the collective ended, long before. Not earlier, since a first
         # forward may compile for as long as a start may take.
-        collective_timeout_s=max(config.startup_timeout_s, 3 * config.progress_deadline_s),
+        collective_timeout_s=max(config.startup_timeout_s, STALLED_DEADLINES * config.progress_deadline_s),
         **degrees,
     )

@@ -178,8 +178,7 @@ class TcpLinks:
         events = poller.poll(max(0.0, ends_s - time.monotonic()) * 1000)
         self._check_released()
         if not events:
-            ranks = sorted({wait.link.rank if isinstance(wait, _Transfer) else wait for wait in waits})
-            raise CollectiveFailed(f"rank {', '.join(map(str, ranks))} did not answer in time")
+            raise CollectiveFailed(_late({wait.link.rank if isinstance(wait, _Transfer) else wait for wait in waits}))
         return events
 
     def _check_released(self) -> None:
@@ -224,6 +223,8 @@ class TcpLinks:
                             self._add(peer, sock)
                         else:
                             sock.close()
+                if missing and time.monotonic() > ends_s:  # strangers that never let up put off no deadline
+                    raise CollectiveFailed(_late(missing))
         finally:
             for sock, _ in callers.values():
                 sock.close()
@@ -319,6 +320,10 @@ def _cut(x: Tensor, rows: Sequence[int]) -> list[memoryview]:
     for count in rows:
         bounds.append(bounds[-1] + count * x.shape[1])
     return [view[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def _late(ranks: Collection[int]) -> str:
+    return f"rank {', '.join(map(str, sorted(ranks)))} did not answer in time"
 
 
 def _events(is_sending: bool, is_receiving: bool) -> int:

@@ -8,7 +8,7 @@ where the kernel offers them on request, since weights are read from end to end:
 more small pieces at hand, not to be merged whenever a large one is freed, because a product asks for some thirty of
 them: another 13 % off the smallest ones.
 
-Threads. Those of OpenMP wait for each other, and for the next product, in a loop: by default 300,000 rounds, 4 to 14 ms,
+Threads. Those of OpenMP wait for each other, and for the next product, in a loop: by default 300,000 rounds, 4-14 ms,
 before they sleep. If somebody else needs their core meanwhile, be it this replica's engine, all of them wait until the
 kernel takes it from one that only waits: on two busy cores a product of 0.1 ms took 10. After 5,000 rounds, 0.1 to 0.2
 ms, a waiting thread gives its core away; between the products of a step it does not come to that.

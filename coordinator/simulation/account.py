@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.clock import Clock, Phase
 from coordinator.messages import ClockMessage, Go, Reconfigure, Release
-from coordinator.simulation.world import Violation
+from coordinator.simulation.world import Inconclusive, Violation
 from coordinator.store import Record
 
 if TYPE_CHECKING:
@@ -21,22 +21,19 @@ class Account:
     def __init__(self, group: Group) -> None:
         self.began_s = math.inf  # when the first step was committed by all
         self.num_epochs = 0
+        self.num_masters = 0
         self.num_batches = 0  # committed, each member's counted
         self.evicted: set[int] = set()
+        self._evictions: dict[int, tuple[tuple[int, ...], ...]] = {}  # that each member was told of
+        self._forgotten: set[int] = set()  # epochs that members were told of, and that the store has lost
         self._group = group
         self._records: dict[int, Record] = {}  # by epoch, as committed
         self._releases: dict[tuple[int, int], Release] = {}  # as first run, by epoch and step
         self._spoke: dict[int, int] = {}  # epoch -> the token of the master that told of it
-        self._holders: dict[int, str] = {}  # of each token
         self._deposed: set[int] = set()  # tokens of masters that know that they are replaced
         self._commands: dict[str, int] = {}  # to the token of the master that was given it
         self._acted: dict[str, set[int]] = {}  # members that have done a step which carried the command
         self._done: Counter[tuple[int, int]] = Counter()
-
-    @property
-    def num_masters(self) -> int:
-        """How many masters there have been."""
-        return len(self._holders)
 
     def members(self, epoch: int) -> tuple[int, ...]:
         """Of a committed epoch."""
@@ -45,27 +42,36 @@ class Account:
     # Masters and the store
 
     def committed(self, token: int, record: Record) -> None:
-        """The store has done a commit."""
-        if self._records.get(record.epoch) == record:
-            return  # again, since it had lost it
-        if self._records and record.epoch <= max(self._records):
-            raise Violation(f"epoch {record.epoch} is committed with token {token}, after epoch {max(self._records)}")
+        """The store has done a commit. One that nobody was told of may be lost with the store's data, and followed."""
+        told_epoch = max(self._spoke, default=0)
+        if record.epoch <= told_epoch and self._records[record.epoch] != record:
+            if record.epoch in self._forgotten:
+                raise Inconclusive  # the store lost it with the only master that knew it
+            raise Violation(f"{record} is committed with token {token}, after epoch {told_epoch}")
         if len(record.members) < self._group.min_members:
             raise Violation(f"{record} has no room for the weights")
         gone = {rank for event in record.evicted for rank in event}
-        everybody = set(range(self._group.settings.size))
-        if set(record.members) != everybody - gone or record.members != tuple(sorted(record.members)):
+        everybody = range(self._group.settings.size)
+        if record.members != tuple(rank for rank in everybody if rank not in gone):
             raise Violation(f"{record} does not add up to the group")
-        if self.evicted - gone:
-            raise Violation(f"{record} takes back who was evicted: {self.evicted - gone}")
-        self.evicted = gone
+        self.evicted |= gone
         self._records[record.epoch] = record
         self.num_epochs += 1
 
+    def lost(self, record: Record | None) -> None:
+        """The store has lost its data, but for this."""
+        kept_epoch = record.epoch if record else 0
+        self._forgotten |= {epoch for epoch in self._spoke if epoch > kept_epoch}
+
     def leased(self, token: int, holder: str) -> None:
-        """A master has taken the lease."""
-        if self._holders.setdefault(token, holder) != holder or token < max(self._holders):
-            raise Violation(f"{holder} is master with token {token}, after {self._holders}")
+        """A master has taken the lease. A token may come again when its holder is gone and the store has lost it."""
+        self.num_masters += 1
+        for other in self._group.supervisors:
+            master = other.master
+            if master is None or master.is_over or not other.is_alive or other.is_frozen:
+                continue
+            if other.holder != holder and master.token >= token:
+                raise Violation(f"{holder} is master with token {token}, {other.holder} with {master.token}")
 
     def deposed(self, token: int) -> None:
         """A master has learnt that it is replaced."""
@@ -91,6 +97,11 @@ class Account:
         self._check_told(reconfigure)
         if dp_rank not in reconfigure.members:
             raise Violation(f"member {dp_rank} takes up {reconfigure}, which it is not of")
+        before = self._evictions.get(dp_rank, ())
+        if reconfigure.evicted[: len(before)] != before:
+            # Who holds which weights follows from the evictions in their order.
+            raise Violation(f"member {dp_rank} takes up {reconfigure}, which does not go on from {before}")
+        self._evictions[dp_rank] = reconfigure.evicted
 
     def going(self, dp_rank: int, go: Go) -> None:
         """A member begins to step in an epoch."""

@@ -303,13 +303,24 @@ class Faults:
 
     def _fail_over_and_lose_master(self) -> None:
         """The master has had no time to tell the copy what it lacks."""
-        self._fail_over()
-        self._kill_master()
+        self._fail_over_then(self._kill_master)
 
     def _lose_data(self) -> None:
         self._progress.store_fault("the store is flushed")
         self._group.store.lose_data()
 
     def _fail_over(self) -> None:
-        self._progress.store_fault("the store fails over to a copy that lags")
-        self._group.store.fail_over()
+        self._fail_over_then(lambda: None)
+
+    def _fail_over_then(self, then: Callable[[], None]) -> None:
+        """A copy that lags takes the store's place, after a while in which nobody answers."""
+        self._progress.store_fault("the store fails over", lasts=True)
+        self._group.store.is_down = True
+
+        def promote() -> None:
+            self._group.store.is_down = False
+            self._group.store.fail_over()
+            self._progress.store_recovers()
+            then()
+
+        self._at(self._random.uniform(0.5, 2.0), promote)

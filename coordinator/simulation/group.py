@@ -53,6 +53,7 @@ class Group:
         for engine in self.engines:
             self.supervisors[engine.place].engines.append(engine)
         self.store.committed = self.account.committed
+        self.store.lost = self.account.lost
         self._process_groups: dict[int, ProcessGroup] = {}
         self.is_wedging = False  # the next process group that is built never ends a collective
         names = (size, num_nodes, self.min_members)

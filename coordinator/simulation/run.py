@@ -9,7 +9,7 @@ from typing import Final
 from coordinator.messages import STOP
 from coordinator.simulation.faults import KINDS, LAST_S, Faults
 from coordinator.simulation.group import Group
-from coordinator.simulation.world import Violation, World
+from coordinator.simulation.world import Inconclusive, Violation, World
 
 LOOK_S: Final = 0.25
 LAST_WORK_S: Final = LAST_S + 1.0
@@ -41,6 +41,8 @@ def simulate(seed: int, faults: Sequence[str] = tuple(KINDS)) -> Result:
         _Life(group).run(faults)
     except Violation as broken:
         violation = str(broken)
+    except Inconclusive:
+        world.note("the rest is not judged")
     except Exception as err:  # a state machine that breaks is a violation as well, and needs its trace
         violation = f"{type(err).__name__}: {err}"
     return Result(

@@ -70,8 +70,14 @@ class Mastership:
 
     def view(self, now_s: float) -> View:
         """view.lua"""
-        is_leased, is_over = self._leased(now_s) != 0, self.token > 0 and not self.holder
-        return View(token=self.token, epoch=self.epoch, address=self.address, is_leased=is_leased, is_over=is_over)
+        return View(
+            token=self.token,
+            epoch=self.epoch,
+            committed_epoch=self.record.epoch if self.record else 0,
+            address=self.address,
+            is_leased=self._leased(now_s) != 0,
+            is_over=self.token > 0 and not self.holder,
+        )
 
     def _check(self, token: int, holder: str) -> None:
         if self.token > token or (self.token == token and self.holder != holder):
@@ -92,6 +98,7 @@ class StoreServer:
         self.data = Mastership()
         self._far_s = world.random.choice([0.005, 0.005, 0.02, 0.1])  # the most that one way takes
         self.committed: Callable[[int, Record], None] = lambda token, record: None  # told of each commit that was done
+        self.lost: Callable[[Record | None], None] = lambda record: None  # told of a loss, and of what is left
         self.is_down = False
         self.is_frozen = False
         self.unreachable: set[int] = set()  # the nodes that the network is cut to
@@ -127,13 +134,15 @@ class StoreServer:
         self.data = Mastership()
         self._copies.clear()
         self.world.note("the store has lost its data")
+        self.lost(None)
 
     def fail_over(self) -> None:
         """A copy that lags behind has taken its place."""
         if self._copies:
-            self.data = self._copies[0]
+            self.data = self.world.random.choice(self._copies)
             self._copies.clear()
             self.world.note("the store fails over to a copy at token %d, epoch %d", self.data.token, self.data.epoch)
+            self.lost(self.data.record)
 
     def _reach(self, carry_out: Callable[[], None]) -> None:
         if self.is_frozen:

@@ -157,7 +157,7 @@ class Master:
         self.committing_s: float | None = None  # since when a commit has been under way, if one is
         self._members: dict[int, End] = {}
         self._strangers: dict[End, None] = {}
-        self._is_over = False
+        self.is_over = False  # its clock has come to its end
 
     def start(self) -> None:
         """Begins to beat, to renew and to serve."""
@@ -166,13 +166,13 @@ class Master:
 
     def command(self, name: str) -> None:
         """All members act on it at the same step."""
-        if not self._is_over:
+        if not self.is_over:
             self._group.account.commanded(name, self.token)
             self._output(self.clock.command(name, self._now_s))
 
     def connected(self, end: End) -> None:
         """Somebody has connected, and is greeted."""
-        if self._is_over:
+        if self.is_over:
             end.close()
             return
         self._strangers[end] = None
@@ -207,7 +207,7 @@ class Master:
             self._output(self.clock.lost(dp_rank, "its connection ended (EOF)", self._now_s))
 
     def _tick(self) -> None:
-        if not self._is_over:
+        if not self.is_over:
             self._broadcast(Beat(epoch=self.clock.epoch, step=self.clock.step, collectives=()))
             self._output(self.clock.tick(self._now_s))
 
@@ -223,7 +223,7 @@ class Master:
                 case _:
                     self._group.account.said(self.token, output)
                     self._broadcast(output)
-        if self.clock.phase in ENDED and not self._is_over:
+        if self.clock.phase in ENDED and not self.is_over:
             self._end()
 
     def _broadcast(self, message: Any) -> None:
@@ -231,7 +231,7 @@ class Master:
             end.send(message)
 
     def _commit(self, commit: Commit) -> None:
-        if self._is_over:
+        if self.is_over:
             return
         self._group.reach("commit")
         if self.committing_s is None:
@@ -245,7 +245,7 @@ class Master:
         self._store.commit(partial(self._committed, commit), self.token, record)
 
     def _committed(self, commit: Commit, answer: Any) -> None:
-        if self._is_over:
+        if self.is_over:
             return
         match answer:
             case StoreUnavailable():
@@ -258,7 +258,7 @@ class Master:
                 self._output(self.clock.committed(commit.epoch, self._now_s))
 
     def _renew(self) -> None:
-        if not self._is_over:
+        if not self.is_over:
             self._store.renew(self._renewed, self.token, self.clock.epoch)
 
     def _renewed(self, answer: Any) -> None:
@@ -272,7 +272,7 @@ class Master:
         self._output(self.clock.deposed(reason, self._now_s))
 
     def _end(self) -> None:
-        self._is_over = True
+        self.is_over = True
         clock, world = self.clock, self._supervisor.world
         world.note("%s's clock has ended: %s %s", self._supervisor.name, clock.phase, clock.failure)
         self._group.account.clock_ended(clock)

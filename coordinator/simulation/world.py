@@ -17,6 +17,10 @@ class Violation(AssertionError):
     """An invariant does not hold."""
 
 
+class Inconclusive(Exception):
+    """More has been lost than the protocol can make up for; what follows is not judged."""
+
+
 class Died(Exception):
     """The process that was running has been killed in the middle of what it did."""
 

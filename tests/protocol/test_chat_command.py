@@ -113,9 +113,20 @@ async def test_server_that_is_none_or_wants_a_key_is_an_error_in_one_line() -> N
         assert (code, errors) == (1, f"replica: error: {url} does not serve 'other'; it serves tiny-moe\n")
     code, _, errors = await piped("hi\n", "--url", url)
     assert code == 1 and errors.startswith(f"replica: error: cannot reach {url}: ")
-    for wrong in ("ftp://x", "http://x:y", "http://x/path", "http://"):
+    for wrong in ("ftp://x", "http://x:y", "http://x/path", "http://", "http://[::1"):
         code, _, errors = await piped("", "--url", wrong)
         assert (code, errors) == (1, f"replica: error: the URL is {wrong!r}, must look like http://HOST:PORT\n")
+
+
+async def test_pipe_that_is_closed_or_full_is_an_error_in_one_line() -> None:
+    async with replica(FakeLoop()) as url:
+        for closed, why in (("<&-", "standard input"), (">/dev/full", "No space left"), ("| true", "Broken pipe")):
+            line = f"set -o pipefail; echo hi | {{ {' '.join((*CHAT, '--url', url))}; }} {closed}"
+            process = await asyncio.create_subprocess_exec("bash", "-c", line, stderr=asyncio.subprocess.PIPE)
+            async with asyncio.timeout(30):
+                _, errors = await process.communicate()
+            assert process.returncode == 1 and why in errors.decode()
+            assert len(errors.decode().strip().splitlines()) == 1, errors.decode()
 
 
 async def test_server_of_something_else_is_an_error() -> None:

@@ -150,6 +150,22 @@ async def test_a_request_that_an_evicted_replica_has_not_begun_to_answer_runs_on
         assert await proxy.metric('lockstep_proxy_retries_total{reason="replica_lost"}') == 1
 
 
+async def test_however_many_requests_an_evicted_replica_had_all_run_on_another() -> None:
+    async with AsyncExitStack() as stack:
+        proxy = await stack.enter_async_context(running_proxy())
+        frozen = await join(stack, proxy, "g", 0, answer_never)
+        await frozen.says(1, 0, 1)
+        asking = [asyncio.create_task(status(proxy)) for _ in range(40)]
+
+        async def has_them() -> bool:
+            return len(frozen.replica.received) == 40
+
+        await eventually(has_them, "the replica has the requests")
+        survivor = await join(stack, proxy, "g", 1, answer_ok)
+        await survivor.says(2, 1)
+        assert await asyncio.wait_for(asyncio.gather(*asking), 10) == [200] * 40
+
+
 async def test_a_request_that_is_lost_twice_is_not_given_to_a_third_replica() -> None:
     async with AsyncExitStack() as stack:
         proxy = await stack.enter_async_context(running_proxy())

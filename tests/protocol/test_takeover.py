@@ -79,11 +79,12 @@ async def renewed(store: Membership, lease: Lease, for_s: float) -> None:
 async def test_a_master_at_whose_address_nobody_listens_is_replaced_before_its_lease_runs_out(
     opened: Callable[[], Membership],
 ) -> None:
-    async with clock(greets=True) as address:
-        pass  # it has ended
     master = opened()
-    await mastered(master, address)
-    lease = await asyncio.wait_for(standby(opened()), LEASE_S)
+    async with clock(greets=True) as address:
+        lease = await mastered(master, address)
+        waiting = standby(opened())
+        await renewed(master, lease, 1.5 * LEASE_S)
+    lease = await asyncio.wait_for(waiting, LEASE_S / 2)
     assert (lease.token, lease.epoch) == (2, 2)
     assert lease.record is not None and lease.record.members == (0, 1)
     found = await master.master()
@@ -118,7 +119,7 @@ async def test_of_two_standbys_one_takes_over_and_the_other_watches_it(opened: C
         pass
     await mastered(opened(), address)
     standbys = [standby(opened(), holder=f"standby {number}") for number in range(2)]
-    done, waiting = await asyncio.wait(standbys, return_when=asyncio.FIRST_COMPLETED, timeout=LEASE_S)
+    done, waiting = await asyncio.wait(standbys, return_when=asyncio.FIRST_COMPLETED, timeout=2 * LEASE_S)
     assert len(done) == len(waiting) == 1
     for each in standbys:
         each.cancel()
@@ -131,7 +132,7 @@ async def test_a_group_that_has_ended_is_not_taken_over(opened: Callable[[], Mem
     lease = await mastered(master, address)
     await master.release(lease.token)
     waiting = standby(opened())
-    await asyncio.sleep(LEASE_S)
+    await asyncio.sleep(1.5 * LEASE_S)
     assert not waiting.done()
     waiting.cancel()
 

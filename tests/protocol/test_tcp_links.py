@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -201,6 +203,20 @@ def test_strangers_are_sent_away_and_keep_nobody_waiting(trio: list[TcpLinks], p
     trio[2].exchange(views({0: b"ok"}), {})
     connected.result(TIMEOUT_S)
     assert received == b"ok"
+
+
+def test_a_stranger_who_cannot_be_accepted_puts_off_no_deadline(trio: list[TcpLinks], pool: ThreadPoolExecutor) -> None:
+    blobs = blobs_of(trio)
+    address = tuple(msgpack.unpackb(blobs[0])[:2])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_connection(address):
+        os.close(free := os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))  # so that the listener is always ready
+        try:
+            fails(pool.submit(trio[0].connect, blobs, 0.1), "rank 1, 2 did not answer in time")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            trio[0].release()
 
 
 def test_a_message_of_another_size_than_was_agreed_is_an_error(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.errors import CoordinatorError, GroupFailed, JoinRefused, MasterLost, ProtocolError, Superseded
@@ -110,6 +112,17 @@ def test_the_newest_of_several_epochs_counts() -> None:
     assert state.epoch == 1
     assert state.offer(1) == reconfigure(4)
     assert state.ready(b"").epoch == 4
+
+
+def test_an_epoch_whose_evictions_do_not_go_on_from_those_it_was_told_of_is_not_followed() -> None:
+    state = make_state(is_formed=True)
+    state.take(replace(reconfigure(2), evicted=((3,), (2, 4))))
+    state.take(replace(reconfigure(3), evicted=((3,), (2, 4), (5,))))
+    assert state.told_epoch == 3
+    state.take(replace(reconfigure(4), evicted=((3,), (2,))))
+    assert state.told_epoch == 3
+    with pytest.raises(GroupFailed, match="the membership store has lost what was committed: epoch 4"):
+        state.check()
 
 
 def test_frames_of_other_epochs_are_ignored() -> None:

@@ -53,6 +53,17 @@ def test_a_replica_is_live_from_its_hello_on() -> None:
     assert [replica.url for replica in state.live(now_s=10.0)] == ["http://h:1"]
 
 
+def test_groups_of_one_name_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    state = registry()
+    join(state, "r0", line=1)
+    join(state, "r0", "b", line=2)  # its next life
+    state.join(replace(HELLO, replica_id="r1", dp_rank=1), MODELS, connection_id=3, now_s=0.0)
+    state.join(replace(HELLO, replica_id="r2", group="h"), MODELS, connection_id=4, now_s=0.0)
+    assert not caplog.records
+    join(state, "r3", line=5, now_s=1.0)
+    assert "two groups of one name" in caplog.text and "'r0', 'r3'" in caplog.text
+
+
 def test_a_silent_replica_gets_no_new_requests_until_it_reports_again() -> None:
     state = registry()
     join(state, now_s=10.0)

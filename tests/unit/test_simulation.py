@@ -35,7 +35,7 @@ def test_every_invariant_holds_after_every_event(first: int) -> None:
     # And the seeds try something: groups of many sizes that step, lose members and move their master.
     assert {result.size for result in results} >= {1, 2, 3, 4, 8}
     assert sum(result.num_batches for result in results) > 100 * BATCH
-    assert sum(result.num_epochs for result in results) > 1.5 * BATCH
+    assert sum(result.num_epochs for result in results) > 1.2 * BATCH
     assert sum(result.num_masters for result in results) > 1.1 * BATCH
 
 
@@ -250,18 +250,17 @@ MUTANTS: Final[dict[str, tuple[str, str, str, tuple[str, ...]]]] = {
         ("cut",),
     ),
     "an epoch is not begun afresh": (MEMBER, "            self.step, self._done = 0, -1\n", "", ("crash",)),
-    "a master that serves is replaced": (STANDBY, "and is_missed and", "and", ("cut_store",)),
+    "a master that serves is replaced": (
+        STANDBY,
+        " and now_s - self._greeted_s >= MAX_SILENCE_S:",
+        ":",
+        ("cut_store",),
+    ),
     "nobody takes over from a frozen master": (
         STANDBY,
-        "if not view.is_leased and is_missed and now_s - self._answers_since_s >= LEASE_S:",
+        "if not view.is_leased and now_s - self._greeted_s >= MAX_SILENCE_S:",
         "if False:",
         ("freeze_master",),
-    ),
-    "a store that lost its data is believed": (
-        STANDBY,
-        "self._view = view if is_sound else None",
-        "self._view = view",
-        ("fail_over_and_lose_master", "crash"),
     ),
     "tokens do not grow": (
         STORE,

@@ -22,13 +22,21 @@ class Standby:
         for_s: float = 0.0,
         token: int = 3,
         epoch: int = 7,
+        committed_epoch: int | None = None,
         leased: bool = True,
         over: bool = False,
         probe: Probe = Probe.SILENT,
         own_epoch: int = 7,
     ) -> Claim | None:
         """Looks at the same view for a while, at least once; what it concludes at the last look."""
-        view = View(token=token, epoch=epoch, address=ADDRESS, is_leased=leased, is_over=over)
+        view = View(
+            token=token,
+            epoch=epoch,
+            committed_epoch=epoch if committed_epoch is None else committed_epoch,
+            address=ADDRESS,
+            is_leased=leased,
+            is_over=over,
+        )
         end_s = self.now_s + for_s
         while True:
             self.now_s += POLL_S
@@ -115,6 +123,12 @@ def test_nothing_is_taken_over_from_a_store_that_has_lost_its_data_until_the_mas
 
 def test_a_store_that_knows_less_than_this_node_s_members_has_lost_its_data() -> None:
     assert settled().looks(for_s=10 * LEASE_S, leased=False, own_epoch=8) is None
+
+
+def test_a_store_that_has_handed_an_epoch_out_but_lost_its_membership_is_not_believed() -> None:
+    standby = settled()
+    assert standby.looks(for_s=10 * LEASE_S, leased=False, committed_epoch=6) is None
+    assert standby.looks(for_s=LEASE_S + POLL_S, leased=False) is not None
 
 
 def test_a_group_that_has_ended_or_has_not_begun_is_nobody_s_to_take_over() -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from replica.errors import Unavailable, WorkerFailed
+from replica.errors import CollectiveFailed, Unavailable, WorkerFailed
 from replica.frames import StepInput, StepOutput
 from replica.request import FinishReason, SamplingParams, Sequence, TokenOutput
 from replica.scheduler import Scheduler
@@ -271,3 +271,14 @@ async def test_subscribers_hear_of_every_change_of_load() -> None:
         bench.loop.submit([make_sequence(1)])
         await bench.end_step()
         assert calls == [2, 1, 0]
+
+
+async def test_a_replica_alone_whose_rank_is_missed_by_another_ends_with_what_the_rank_died_of() -> None:
+    bench = Bench()
+    async with running(bench) as task:
+        bench.loop.submit([make_sequence()])
+        await bench.end_step(CollectiveFailed("rank 1 is gone"))
+        assert not task.done(), "that its process has ended is seen a moment later"
+        bench.executor.death.set_result(WorkerFailed("rank 1 was killed"))
+        with pytest.raises(WorkerFailed, match="rank 1 was killed"):
+            await task
