@@ -99,10 +99,13 @@ class Registry:
         return former_id
 
     def tick(self, *, now_s: float, every_s: float) -> None:
-        """The process is awake, and says so `every_s`. While it was not, nobody was silent: it could not hear."""
+        """The process is awake, and says so `every_s`. While it was not, nobody was silent: it could not hear.
+
+        Who was silent before stays so until heard, lest a tick that is late by a moment call it back.
+        """
         slept_s = now_s - self._awake_until_s
         if slept_s > 0:
-            for replica in self._joined.values():
+            for replica in [r for r in self._joined.values() if not self._is_silent(r, now_s)]:
                 replica.last_seen_s = min(now_s, replica.last_seen_s + slept_s)
         self._awake_until_s = now_s + every_s
 

@@ -14,6 +14,7 @@ import pytest
 
 from proxy import control
 from proxy.protocol import CONTROL_PATH, MAX_FRAME_BYTES, Refused, Welcome, encode
+from proxy.registry import LIVE_FOR_S
 from tests.protocol.proxy_fakes import (
     RunningProxy,
     answer_never,
@@ -63,6 +64,7 @@ async def test_a_silent_replica_gets_no_new_requests_until_it_speaks_again() -> 
     async with running_proxy(heartbeat_timeout_s=0.4) as proxy, fake_replica(answer_ok) as replica:
         async with joined(proxy, hello(replica.url, replica_id="r"), beats=False) as line:
             await proxy.wait_state("r", "suspect")
+            await asyncio.sleep(LIVE_FOR_S)  # for so long requests go by a list made before
             async with proxy.ask() as response:
                 assert response.status == 503
             await line.report()

@@ -136,6 +136,19 @@ def test_time_in_which_the_proxy_slept_is_nobody_s_silence() -> None:
     assert not state.live(now_s=11.25), "silence while it is awake counts"
 
 
+def test_a_tick_that_is_late_by_a_moment_does_not_call_a_silent_replica_back() -> None:
+    state = registry()
+    join(state, now_s=0.0)
+    was_silent = False
+    for moment in range(1, 800):
+        now_s = moment / 100
+        if moment % 26 == 0:
+            state.tick(now_s=now_s, every_s=0.25)
+        assert not (was_silent and state.live(now_s=now_s)), f"live again at {now_s} s"
+        was_silent = was_silent or not state.live(now_s=now_s)
+    assert was_silent
+
+
 def test_a_replica_heard_of_before_the_late_tick_is_not_of_the_future() -> None:
     state = registry()
     join(state, now_s=0.0)
