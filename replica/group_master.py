@@ -59,6 +59,7 @@ class GroupMaster:
         group that was served here has failed; `failure` says why.
         """
         self.failure = ""
+        self.is_left_behind = False  # another machine's group, which no replica of this one can be a member of
         self.is_serving = False
         self._config = config
         self._own_epoch = own_epoch
@@ -169,6 +170,10 @@ class GroupMaster:
             self._on_failed()
         except Deposed:
             self._mastership = None
+            if not self._own_epoch():
+                # The group goes on elsewhere, without the replicas of this machine, and takes no new members.
+                self.is_left_behind = True
+                self._on_failed()
         else:
             return True
         finally:

@@ -196,17 +196,20 @@ class Supervisor:
             if self._stopping.is_set():
                 return self._stopped_code(life)
             reason = (master.failure if master is not None else "") or describe_status(life.status)
+            if master is not None and master.is_left_behind:
+                return _left_behind()
             if life.ready_s is None or life.status in (0, 2):
                 if life.status not in (0, 2):
                     logger.error("replica ended before it was ready reason=%r", reason)
                 return life.status if life.status >= 0 else 1
             if not life.is_group_over:
-                logger.error("all replicas of this machine are lost, their group goes on without them; this one ends")
-                return 1
+                return _left_behind()
             if self._now_s() - life.ready_s > LAST_BACKOFF_S:
                 backoff_s = FIRST_BACKOFF_S
             logger.error("replica died, restarting delay_s=%g reason=%r", backoff_s, reason)
             await self._pause(backoff_s)
+            if master is not None and master.is_left_behind:
+                return _left_behind()
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
         return 0
 
@@ -284,6 +287,11 @@ class Supervisor:
         with suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._stopping.wait()
+
+
+def _left_behind() -> int:
+    logger.error("all replicas of this machine are lost, their group goes on without them; this one ends")
+    return 1
 
 
 def _with_secret(config: ReplicaConfig) -> ReplicaConfig:
