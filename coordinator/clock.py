@@ -49,6 +49,7 @@ from coordinator.messages import (
     BEAT_INTERVAL_S,
     MAX_BLOBS_BYTES,
     MAX_TICK_S,
+    PARKED_BEAT_S,
     STOP,
     Arrive,
     Beat,
@@ -83,9 +84,9 @@ class ClockSettings:
     group: str
     size: int  # members of the whole group
     config: Mapping[str, str]  # what every Hello's config must equal
-    startup_deadline_s: float = 600.0  # from the master's start, or a later epoch's, until all are ready
-    progress_deadline_s: float = 10.0
-    prefill_delay_s: float = 0.02  # a prompt may wait so long for others' prompts; 0 never holds one
+    startup_deadline_s: float  # from the master's start, or a later epoch's, until all are ready
+    progress_deadline_s: float
+    prefill_delay_s: float  # a prompt may wait so long for others' prompts; 0 never holds one
     why_not: Callable[[tuple[int, ...]], str] = lambda members: ""  # why these alone could not go on; "" if they could
 
     @property
@@ -177,9 +178,19 @@ class Clock:
         return self._steps.committed
 
     @property
+    def pending_commands(self) -> frozenset[str]:
+        """Commands that not all members have acted on yet."""
+        return self._steps.pending_commands
+
+    @property
     def is_parked(self) -> bool:
         """Whether all stand arrived and idle, and every released step is committed."""
         return self.phase is Phase.RUNNING and self._steps.is_parked
+
+    @property
+    def beat_interval_s(self) -> float:
+        """How often the master is to beat, and to call `tick`."""
+        return PARKED_BEAT_S if self.is_parked else BEAT_INTERVAL_S
 
     # What happens
 
@@ -257,14 +268,14 @@ class Clock:
         return ()
 
     def tick(self, now_s: float) -> tuple[Output, ...]:
-        """Looks at the deadlines. To be called every BEAT_INTERVAL_S, after the frames that have come are in."""
+        """Looks at the deadlines. To be called every `beat_interval_s`, after the frames that have come are in."""
         self._forgive_pause(now_s)
         settings, members = self.settings, list(self._members.values())
         if self.phase in ENDED:
             return ()
         if self.phase is Phase.GATHERING and self._has_stepped:
             return self._end_gathering(now_s) if now_s - self._began_s > REJOIN_S else ()
-        if mute := verdicts.silent(members, settings.progress_deadline_s, now_s):
+        if mute := verdicts.silent(members, max(settings.progress_deadline_s, verdicts.SILENT_S), now_s):
             return self._judge(mute, now_s)
         match self.phase:
             case Phase.COMMITTING if now_s - self._epochs.proposed_s > settings.progress_deadline_s:

@@ -10,6 +10,7 @@ CoordinatorError
 ├── MasterLost        the master is gone or silent, and no other was found in time: as Evicted
 ├── Deposed           a master's own: another has taken its lease; its members look for that one
 ├── StoreUnavailable  the membership store did not answer in time: try again, serving goes on meanwhile
+│   └── StoreGarbled  it holds what no group has written, or another one has: at the start exit code 2, one line
 ├── Fenced            the store knows a newer token or epoch: who holds this one must not act any more
 ├── LeaseHeld         another master holds the lease; names its token and address
 └── PrivateRedisFailed  no Redis could be started for this group: exit code 1
@@ -56,6 +57,10 @@ class Deposed(CoordinatorError):
 
 class StoreUnavailable(CoordinatorError):
     """The membership store could not be reached, or did not answer in time. What was asked may still happen."""
+
+
+class StoreGarbled(StoreUnavailable):
+    """What the membership store holds under the group's keys is not this group's. Names the key and the remedy."""
 
 
 class Fenced(CoordinatorError):

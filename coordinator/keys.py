@@ -29,5 +29,5 @@ def lease(group: str) -> str:
 
 
 def commands(group: str) -> str:
-    """List of commands that no master has taken yet, oldest first: a random id, a space, a name."""
+    """List of commands that not all members have acted on, oldest first: a random id, a space, a name."""
     return f"lockstep:{{{group}}}:commands"

@@ -22,7 +22,6 @@ from coordinator.clock import ENDED, Clock, ClockSettings, Commit, Expel, Output
 from coordinator.errors import Deposed, Fenced, GroupFailed, JoinRefused, ProtocolError, StoreUnavailable
 from coordinator.handshake import accept, checked_secret, is_signed, new_challenge
 from coordinator.messages import (
-    BEAT_INTERVAL_S,
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,
     Beat,
@@ -190,7 +189,7 @@ class Master:
 
     async def _watch_deadlines(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_INTERVAL_S)
+            await asyncio.sleep(self.clock.beat_interval_s)
             now_s = time.monotonic()
             self._broadcast(encode(Beat(epoch=self.clock.epoch, step=self.clock.step, collectives=())))
             self._send(self.clock.tick(now_s))
@@ -263,7 +262,7 @@ class Master:
         while True:
             try:
                 await store.renew(mastership.lease.token, self.clock.epoch)
-                for command in await store.commands():
+                for command in await store.commands(self.clock.pending_commands):
                     self.command(command)
             except StoreUnavailable as err:
                 if not is_away:

@@ -11,7 +11,7 @@
 
 What a member may do when is in member_state.py; here are the connection and the waits. Every wait ends: with what was
 waited for, with a newer epoch, or with the error that ends the membership. A member whose master is lost looks for one
-by itself. A parked member costs a frame each way, 4 times a second.
+by itself. A parked member costs a frame each way, twice a second.
 
 Beats come from a thread, so that a busy event loop does not look like a dead process. Two threads write to the one
 socket, hence the lock, which is held for one non-blocking send; only the event loop reads. That is why this end uses
@@ -360,7 +360,7 @@ class Member:
             self._disconnect()
             self._look_for_master()
         if self._state.error is None:
-            self._watch = asyncio.get_running_loop().call_later(BEAT_INTERVAL_S, self._watch_master)
+            self._watch = asyncio.get_running_loop().call_later(self._state.beat_interval_s, self._watch_master)
         else:
             self._changed.set()
 
@@ -388,7 +388,7 @@ class Member:
             return
 
     def _beat(self) -> None:
-        while not self._closing.wait(BEAT_INTERVAL_S):
+        while not self._closing.wait(self._state.beat_interval_s):
             if self._is_alive():
                 self._send(self._state.beat(self._collectives()))
 

@@ -28,7 +28,9 @@ from typing import Final
 from coordinator.errors import CoordinatorError, GroupFailed, JoinRefused, MasterLost, ProtocolError, Superseded
 from coordinator.errors import Evicted as EvictedError
 from coordinator.messages import (
+    BEAT_INTERVAL_S,
     MAX_TICK_S,
+    PARKED_BEAT_S,
     Arrive,
     Beat,
     Done,
@@ -82,6 +84,16 @@ class MemberState:
         """Whether a master is to be looked for."""
         return self.error is None and not self.is_connected and self.told_epoch > 0
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether this member stands arrived and idle, and has done every step that it took."""
+        return self._arrival == (0, 0) and self._done == self.step - 1 and not self._releases
+
+    @property
+    def beat_interval_s(self) -> float:
+        """How often this member is to beat, and to call `tick`. From any thread."""
+        return PARKED_BEAT_S if self.is_parked else BEAT_INTERVAL_S
+
     # The connection
 
     def accepted(self, now_s: float) -> None:
@@ -108,7 +120,7 @@ class MemberState:
         self._heard_s = now_s
 
     def tick(self, now_s: float) -> None:
-        """Looks at the deadlines. To be called every BEAT_INTERVAL_S, after what has come was taken."""
+        """Looks at the deadlines. To be called every `beat_interval_s`, after what has come was taken."""
         pause_s = max(0.0, now_s - self._ticked_s - MAX_TICK_S)
         self._ticked_s = now_s
         self._heard_s = min(now_s, self._heard_s + pause_s)

@@ -2,29 +2,33 @@
 
 Each change is one script in `scripts/`, which compares the token of who asks. A store that lost its data, because it
 was flushed, came back empty or failed over to a copy that lags, is given the highest token, epoch and record again by
-the next renewal or commit of the living master.
+the next renewal or commit of the living master. A store in which somebody else has put something under the group's keys
+counts as one that does not answer, until it is deleted.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
+from collections.abc import Callable, Collection
 from importlib.resources import files
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from coordinator import keys
-from coordinator.errors import Fenced, LeaseHeld, StoreUnavailable
-from coordinator.redis_client import connect, disconnect
+from coordinator.errors import Fenced, LeaseHeld, StoreGarbled, StoreUnavailable
+from coordinator.redis_client import connect, disconnect, within
 from coordinator.store import LEASE_S, Lease, MasterAddress, Record, View, split_address
 
 CALL_S: Final = 0.6  # for any call, connecting and loading its script included
+CHECK_S: Final = 0.3  # to find out what is wrong with what the store holds
 MAX_COMMANDS: Final = 64  # that wait for a master
 MAX_COMMAND_CHARS: Final = 200
 SCRIPTS: Final = ("take_lease", "renew", "commit", "release", "view", "add_command", "take_commands")
 FENCED: Final = "FENCED "  # how a script's refusal begins
+
+T = TypeVar("T")
 
 
 class Membership:
@@ -41,7 +45,7 @@ class Membership:
         self._holder = ""
         self._address = ""
         self._record: Record | None = None  # the last that is known to be committed
-        self._received: list[str] = []  # entries of commands, to be dropped from the list by the next call
+        self._received: list[str] = []  # entries of commands that were given out, and that the list has yet
 
     @classmethod
     def at(cls, url: str, group: str) -> Membership:
@@ -55,10 +59,11 @@ class Membership:
         args = [holder, address, seen_token, seen_epoch, replaces or 0, _lease_ms()]
         is_mine, token, *rest = await self._run("take_lease", [self._mastership, self._lease], args)
         if not is_mine:
+            await self._sound(split_address, rest[0])
             raise LeaseHeld(token, rest[0])
         epoch, record = rest
+        self._record = await self._sound(_record, record)
         self._token, self._holder, self._address = token, holder, address
-        self._record = _record(record)
         return Lease(token=token, epoch=epoch, record=self._record)
 
     async def renew(self, token: int, epoch: int) -> None:
@@ -81,31 +86,31 @@ class Membership:
         view = await self.view()
         if not view.is_leased:
             return None
-        try:
-            host, port = split_address(view.address)
-        except ValueError:  # another wrote something else there
-            return None
+        host, port = await self._sound(split_address, view.address)
         return MasterAddress(token=view.token, host=host, port=port)
 
     async def view(self) -> View:
         """See Store."""
         answer = await self._run("view", [self._mastership, self._lease], [])
-        token, epoch, committed_epoch, address, holder, is_leased = answer
+        token, epoch, record, address, holder, is_leased = answer
+        number = await self._sound(int, token)
         return View(
-            token=token,
-            epoch=epoch,
-            committed_epoch=committed_epoch,
+            token=number,
+            epoch=await self._sound(int, epoch),
+            record=await self._sound(_record, record),
             address=address,
             is_leased=bool(is_leased),
-            is_over=token > 0 and not holder,
+            is_over=number > 0 and not holder,
         )
 
-    async def commands(self) -> list[str]:
+    async def commands(self, pending: Collection[str]) -> list[str]:
         """See Store."""
-        args = [self._token, self._holder, *self._received]
+        over = [entry for entry in self._received if _name(entry) not in pending]
+        args = [self._token, self._holder, *over]
         entries = cast(list[str], await self._run("take_commands", [self._mastership, self._commands], args))
+        new = [_name(entry) for entry in entries if entry not in self._received]
         self._received = entries
-        return [entry.partition(" ")[2] for entry in entries]
+        return new
 
     async def command(self, name: str) -> None:
         """See Store."""
@@ -119,35 +124,55 @@ class Membership:
         """See Store."""
         await disconnect(self._client)
 
+    async def check(self) -> None:
+        """Looks at everything that is stored. Raises StoreGarbled where no group has written it, StoreUnavailable."""
+        kinds = {self._mastership: "hash", self._lease: "string", self._commands: "list"}
+        reading = self._client.pipeline(transaction=False)
+        for key in kinds:
+            reading.type(key)
+        reading.hmget(self._mastership, list(_FORMS))
+        reading.get(self._lease)
+        try:
+            *found, fields, token = await within(CHECK_S, reading.execute(raise_on_error=False))
+        except (RedisError, OSError) as err:  # TimeoutError is an OSError
+            raise StoreUnavailable(f"Redis did not show what it holds: {err or type(err).__name__}") from err
+        for (key, kind), is_kind in zip(kinds.items(), found, strict=True):
+            if is_kind not in (kind, "none"):
+                raise _garbled(key, f"is a {is_kind}, not a {kind}")
+        for (name, form), text in zip(_FORMS.items(), fields, strict=True):
+            if text and not _has_form(form, text):
+                raise _garbled(self._mastership, f"has {name} {text!r:.100}")
+        if token and not _has_form(int, token):
+            raise _garbled(self._lease, f"is {token!r:.100}")
+
+    async def _sound(self, form: Callable[[str], T], text: str) -> T:
+        """What a stored text says. Raises StoreGarbled where it is not of the form."""
+        try:
+            return form(text)
+        except ValueError as err:
+            await self.check()
+            raise StoreUnavailable(f"Redis answered {text!r:.100}, and holds something else by now") from err
+
     async def _run(self, script: str, script_keys: list[str], args: list[Any]) -> Any:
         """Applies a script. Raises Fenced where it says so, StoreUnavailable for any other failure."""
-        # In a task of its own, because redis-py swallows a cancellation that comes together with the server's answer.
-        call = asyncio.ensure_future(self._scripts[script](keys=script_keys, args=args))
         try:
-            await asyncio.wait({call}, timeout=CALL_S)
-        finally:
-            call.cancel()
-            call.add_done_callback(_take_error)
-        if not call.done():
-            raise StoreUnavailable(f"Redis did not answer {script} within {CALL_S:g} s")
-        try:
-            return call.result()
+            return await within(CALL_S, self._scripts[script](keys=script_keys, args=args))
         except ResponseError as err:
             if str(err).startswith(FENCED):
                 raise Fenced(str(err).removeprefix(FENCED)) from err
+            await self.check()
             raise StoreUnavailable(f"Redis refused {script}: {err}") from err
         except (RedisError, OSError) as err:  # TimeoutError is an OSError
             raise StoreUnavailable(f"Redis did not answer {script}: {err or type(err).__name__}") from err
 
 
-def _take_error(call: asyncio.Future[Any]) -> None:
-    """Nobody waits for it any more, or whoever does has its error."""
-    if not call.cancelled():
-        call.exception()
-
-
 def _script(name: str) -> str:
     return (files("coordinator") / "scripts" / f"{name}.lua").read_text(encoding="utf-8")
+
+
+def _name(entry: str) -> str:
+    """The command in an entry of the list."""
+    return entry.partition(" ")[2]
 
 
 def _lease_ms() -> int:
@@ -155,8 +180,26 @@ def _lease_ms() -> int:
 
 
 def _record(text: str) -> Record | None:
-    """Raises StoreUnavailable where another wrote something else there: nothing may be decided on it."""
+    """Raises ValueError."""
+    return Record.from_json(text) if text else None
+
+
+# What the fields of the mastership hash must be.
+_FORMS: Final[dict[str, Callable[[str], object]]] = {
+    "token": int,
+    "epoch": int,
+    "address": split_address,
+    "record": Record.from_json,
+}
+
+
+def _has_form(form: Callable[[str], object], text: str) -> bool:
     try:
-        return Record.from_json(text) if text else None
-    except ValueError as err:
-        raise StoreUnavailable(str(err)) from err
+        form(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _garbled(key: str, what: str) -> StoreGarbled:
+    return StoreGarbled(f"{key} {what}, which no group has written: delete this key, or take another --group")

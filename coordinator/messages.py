@@ -36,7 +36,8 @@ MAX_HELLO_BYTES: Final = 16 * 1024  # of a frame from a peer that has not proved
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024
 MAX_BLOBS_BYTES: Final = MAX_FRAME_BYTES // 2  # of all members' blobs together
 MAX_INT: Final = 2**63 - 1
-BEAT_INTERVAL_S: Final = 0.25
+BEAT_INTERVAL_S: Final = 0.25  # while there is something to wait for
+PARKED_BEAT_S: Final = 2 * BEAT_INTERVAL_S  # while nobody has work, so that an idle group costs little
 MAX_TICK_S: Final = 4 * BEAT_INTERVAL_S  # ticks further apart than this mean that whoever ticks was paused
 
 # Commands are names that mean something to the members. The clock itself knows one of them.

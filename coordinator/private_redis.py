@@ -1,8 +1,8 @@
 """A Redis of the group's own, for when none is named: a child of node 0's supervisor.
 
 It listens on a Unix socket in a folder that only this user may enter, with a random password that no command line
-shows, and writes nothing to disk. It is started again when it dies, empty, at the same place; the master's next
-renewal tells it what it must know. It ends with its parent, however that ends; only a parent that is killed leaves
+shows, and writes nothing to disk. When it dies, or is frozen for FROZEN_S, another takes its place, empty; the master's
+next renewal tells it what it must know. It ends with its parent, however that ends; only a parent that is killed leaves
 the empty folder behind.
 """
 
@@ -25,13 +25,15 @@ from urllib.parse import quote
 from redis.exceptions import RedisError
 
 from coordinator.errors import PrivateRedisFailed
-from coordinator.redis_client import connect
+from coordinator.redis_client import SOCKET_TIMEOUT_S, connect, within
 
 logger = logging.getLogger(__name__)
 
 SERVERS: Final = ("redis-server", "valkey-server")
 START_S: Final = 10.0
-PING_INTERVAL_S: Final = 0.02  # while it starts
+START_PING_S: Final = 0.02  # between pings while it starts
+PING_S: Final = 0.5  # and while it runs
+FROZEN_S: Final = 3.0  # it answers in microseconds, and a group waits for its progress deadline to commit a membership
 STOP_S: Final = 2.0
 MIN_RESTART_S: Final = 0.1  # between lives; doubles while they are short
 MAX_RESTART_S: Final = 5.0
@@ -106,12 +108,12 @@ class PrivateRedis:
             raise
 
     async def run(self) -> None:
-        """Starts it again whenever it dies; never returns."""
+        """Starts it again whenever it dies, and replaces one that is frozen; never returns."""
         pause_s = MIN_RESTART_S
         while True:
             began_s = time.monotonic()
             if self._process is not None:
-                await self._process.wait()
+                await self._end_of(self._process)
                 code = self._process.returncode
                 logger.warning("private Redis died, starting it again code=%s pause_s=%.1f", code, pause_s)
             if time.monotonic() - began_s > MAX_RESTART_S:
@@ -147,6 +149,27 @@ class PrivateRedis:
         ]
         return "\n".join(lines) + "\n"
 
+    async def _end_of(self, process: Process) -> None:
+        """Waits until it has ended; sees to that once it has left every ping unanswered for FROZEN_S."""
+        client = connect(self.url)
+        ended = asyncio.ensure_future(process.wait())
+        num_missed = 0
+        try:
+            while not ended.done():
+                try:
+                    await within(SOCKET_TIMEOUT_S, client.ping())
+                    num_missed = 0
+                except (RedisError, TimeoutError):  # it is frozen, or about to end, which is awaited below
+                    # Missed pings are counted, not seconds: in a pause of this process nobody has asked.
+                    num_missed += 1
+                if num_missed * (PING_S + SOCKET_TIMEOUT_S) >= FROZEN_S and not ended.done():
+                    logger.error("private Redis is frozen, it is replaced silent_s=%g", FROZEN_S)
+                    process.kill()
+                await asyncio.wait({ended}, timeout=PING_S)
+        finally:
+            ended.cancel()
+            await client.aclose()
+
     async def _wait_until_it_answers(self, process: Process) -> None:
         client = connect(self.url)
         try:
@@ -156,7 +179,7 @@ class PrivateRedis:
                         await client.ping()
                         return
                     except RedisError:  # not yet; the loop has its own end
-                        await asyncio.sleep(PING_INTERVAL_S)
+                        await asyncio.sleep(START_PING_S)
         except TimeoutError as err:
             raise PrivateRedisFailed(f"the private Redis did not answer within {START_S:g} s") from err
         finally:

@@ -6,7 +6,9 @@ time and whoever made it decides; every script may be applied twice.
 
 from __future__ import annotations
 
-from typing import Any, Final
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio import Redis
@@ -23,6 +25,8 @@ FORMS: Final = (
     "or redis+sentinel://[:password@]host[:port][,host[:port]...]/service[/db] (rediss+sentinel:// for TLS)"
 )
 
+T = TypeVar("T")
+
 
 def connect(url: str) -> Redis:
     """A client for `url`; it dials at its first call. Raises ValueError, which names no password, for a bad URL."""
@@ -36,6 +40,20 @@ def connect(url: str) -> Redis:
     return client
 
 
+async def within(limit_s: float, call: Awaitable[T]) -> T:
+    """What a call of such a client returns. Raises what it raises, and TimeoutError after so long."""
+    # In a task of its own, because redis-py swallows a cancellation that comes together with the server's answer.
+    answer = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({answer}, timeout=limit_s)
+    finally:
+        answer.cancel()
+        answer.add_done_callback(_take_error)
+    if not answer.done():
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return answer.result()
+
+
 async def disconnect(client: Redis) -> None:
     """Closes the connections of a client that `connect` built."""
     pool = client.connection_pool
@@ -43,6 +61,12 @@ async def disconnect(client: Redis) -> None:
         for sentinel in pool.sentinel_manager.sentinels:
             await sentinel.aclose()
     await client.aclose()
+
+
+def _take_error(answer: asyncio.Future[Any]) -> None:
+    """Nobody waits for it any more, or whoever does has its error."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _options(timeout_s: float) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class LeaseWatch:
         self.seen_epoch = 0
         self._committed_epoch = 0  # the highest that a membership was ever committed for
         self._view: View | None = None  # the last, while the store answers and is to be believed
-        self._is_in_epoch = False  # this node's members are
+        self._has_begun = False  # the group: this node's members were told of an epoch
         self._looked_s = 0.0
         self._answers_since_s = 0.0  # the store has answered, and was sound, since then
         self._greeted_s = -math.inf  # when the master last did
@@ -72,14 +72,14 @@ class LeaseWatch:
         """The store did not answer."""
         self._view = None
 
-    def saw(self, view: View, probe: Probe, own_epoch: int, now_s: float) -> None:
-        """What the store says, what the address that it names did, and the epoch that this node's members are in."""
-        self._committed_epoch = max(self._committed_epoch, own_epoch)  # members are told of what is committed
+    def saw(self, view: View, probe: Probe, told_epoch: int, now_s: float) -> None:
+        """What the store says, what the address that it names did, and which epoch this node's members were told of."""
+        self._committed_epoch = max(self._committed_epoch, told_epoch)  # members are told of what is committed
         is_sound = view.token >= self.seen_token and view.committed_epoch >= self._committed_epoch
         self._committed_epoch = max(self._committed_epoch, view.committed_epoch)
         self.seen_token = max(self.seen_token, view.token)
-        self.seen_epoch = max(self.seen_epoch, view.epoch, own_epoch)
-        self._is_in_epoch = own_epoch > 0
+        self.seen_epoch = max(self.seen_epoch, view.epoch, told_epoch)
+        self._has_begun = told_epoch > 0
         if self._view is None or now_s - self._looked_s > MAX_GAP_S:
             self._answers_since_s = now_s
         self._looked_s = now_s
@@ -94,7 +94,7 @@ class LeaseWatch:
     def claim(self, now_s: float) -> Claim | None:
         """Whether the lease may be taken, as of the last look. A group that has not begun is not a standby's."""
         view = self._view
-        if view is None or view.is_over or not self._is_in_epoch or now_s - self._answers_since_s < LEASE_S:
+        if view is None or view.is_over or not self._has_begun or now_s - self._answers_since_s < LEASE_S:
             return None
         if self._refused_since is not None and now_s - self._refused_since[1] >= POLL_S:
             replaces = view.token if view.is_leased else None
@@ -104,10 +104,10 @@ class LeaseWatch:
         return None
 
 
-async def take_over(store: Store, *, holder: str, address: str, own_epoch: Callable[[], int]) -> Lease:
+async def take_over(store: Store, *, holder: str, address: str, told_epoch: Callable[[], int]) -> Lease:
     """Waits until the master is lost, and returns its lease, which is this process's from now on.
 
-    `own_epoch` says the last epoch that this node's members were told of, 0 before the first: until then there is
+    `told_epoch` says the last epoch that this node's members were told of, 0 before the first: until then there is
     nothing to take over. A node whose members have all died may be the master all the same. Whoever gets the lease is
     to listen at `address` at once.
     """
@@ -116,7 +116,7 @@ async def take_over(store: Store, *, holder: str, address: str, own_epoch: Calla
         try:
             view = await store.view()
             probe = await _probe(view.address) if view.address else Probe.SILENT
-            watch.saw(view, probe, own_epoch(), time.monotonic())
+            watch.saw(view, probe, told_epoch(), time.monotonic())
             if claim := watch.claim(time.monotonic()):
                 lease = await store.take_lease(
                     holder=holder,

@@ -60,6 +60,11 @@ class Steps:
         return bool(self._commands) or any(arrival is not None and arrival.has_work for arrival in arrivals)
 
     @property
+    def pending_commands(self) -> frozenset[str]:
+        """Those that no release has carried, or whose step is not committed."""
+        return frozenset(self._commands).union(*(names for _, names in self._carried))
+
+    @property
     def is_parked(self) -> bool:
         """Whether all stand arrived and idle, and every released step is committed."""
         all_arrived = self._num_arrived == len(self._members)

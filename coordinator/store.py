@@ -10,6 +10,7 @@ highest wins.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol, cast
 
@@ -79,10 +80,15 @@ class View:
 
     token: int  # the highest ever; 0 where there never was a master, or the store has lost its data
     epoch: int  # the highest ever, committed or only handed out with a lease
-    committed_epoch: int  # that of the record; 0 for none
+    record: Record | None  # the membership that was committed last, if any was
     address: str  # host:port of the token's holder
     is_leased: bool  # the lease has not run out
     is_over: bool = False  # the holder gave it up: its group has ended, and there is nothing to take over
+
+    @property
+    def committed_epoch(self) -> int:
+        """That of the record; 0 for none."""
+        return self.record.epoch if self.record else 0
 
 
 class Store(Protocol):
@@ -120,8 +126,12 @@ class Store(Protocol):
     async def view(self) -> View:
         """What a standby looks at. Raises StoreUnavailable."""
 
-    async def commands(self) -> list[str]:
-        """What operators have asked for since the last call, each once. Raises Fenced, StoreUnavailable."""
+    async def commands(self, pending: Collection[str]) -> list[str]:
+        """What operators have asked for since the last call. Raises Fenced, StoreUnavailable.
+
+        `pending`: of what was given out before, what not all members have acted on. The rest is forgotten; a master
+        that follows is given what is not, so that it is carried at least once.
+        """
 
     async def command(self, name: str) -> None:
         """Asks the master to put a command into a release. Raises StoreUnavailable, ValueError for a bad name."""

@@ -12,6 +12,7 @@ from proxy.framing import LAST_CHUNK, chunk
 from proxy.http1 import AnswerHead
 
 EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
+MESSAGES_ROUTE: Final = "/v1/messages"  # Anthropic's; what begins so has errors, and events, in its shapes
 
 
 def passed_head(head: AnswerHead, request_id: bytes, *, is_chunked: bool, more_lines: Sequence[bytes]) -> bytes:
@@ -28,9 +29,9 @@ def passed_head(head: AnswerHead, request_id: bytes, *, is_chunked: bool, more_l
     return b"\r\n".join(lines)
 
 
-def error_answer(err: RequestError, request_id: bytes, more_lines: Sequence[bytes]) -> bytes:
-    """An error as a whole answer, in OpenAI's shape."""
-    body = json.dumps(err.body()).encode()
+def error_answer(err: RequestError, route: str, request_id: bytes, more_lines: Sequence[bytes]) -> bytes:
+    """An error as a whole answer, in the shape of the route's API."""
+    body = _error_json(err, route)
     lines = [
         b"HTTP/1.1 %d %b" % (err.status, HTTPStatus(err.status).phrase.encode()),
         b"Content-Type: application/json; charset=utf-8",
@@ -43,7 +44,7 @@ def error_answer(err: RequestError, request_id: bytes, more_lines: Sequence[byte
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-def error_end(err: RequestError, *, last: bytes, held: bytes, is_chunked: bool) -> bytes:
+def error_end(err: RequestError, route: str, *, last: bytes, held: bytes, is_chunked: bool) -> bytes:
     """The end of an event stream that cannot be finished: what is held of an event, then the error as one.
 
     `last` is what the client was sent last, in chunks if `is_chunked`. A whole HTTP answer on a connection that stays
@@ -54,5 +55,11 @@ def error_end(err: RequestError, *, last: bytes, held: bytes, is_chunked: bool) 
     parts = [held] if held else []
     if said and not said.endswith(EVENT_ENDS):
         parts.append(b"\n\n")  # half an event must not swallow the error
-    parts.append(b"data: " + json.dumps(err.body()).encode() + b"\n\n")
+    kind = b"event: error\n" if route.startswith(MESSAGES_ROUTE) else b""
+    parts.append(kind + b"data: " + _error_json(err, route) + b"\n\n")
     return b"".join([*map(chunk, parts), LAST_CHUNK] if is_chunked else parts)
+
+
+def _error_json(err: RequestError, route: str) -> bytes:
+    body = err.anthropic_body() if route.startswith(MESSAGES_ROUTE) else err.body()
+    return json.dumps(body).encode()

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, cast
 
-from proxy.answers import error_answer
+from proxy.answers import MESSAGES_ROUTE, error_answer
 from proxy.errors import BadRequest, ExpectationFailed, HeadTooLarge, Malformed, RequestError
 from proxy.exchange import Exchange, Phase, too_large
 from proxy.framing import Bytes, ChunkedBody, SizedBody
@@ -36,6 +36,7 @@ _ROUTES: Final = {
     path.encode(): path
     for path in (
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank"),
+        *(MESSAGES_ROUTE, f"{MESSAGES_ROUTE}/count_tokens"),
         *("/tokenize", "/detokenize"),
     )
 }
@@ -97,11 +98,34 @@ class FrontDoor:
             connection.close()
 
 
+def _discard(data: bytes) -> None:
+    """Where bytes go for a client that is gone."""
+
+
 class ClientConnection(asyncio.Protocol):
     """See the module."""
 
+    __slots__ = (
+        "_body",
+        "_deadline_s",
+        "_door",
+        "_exchange",
+        "_is_full",
+        "_is_kept_alive",
+        "_is_lingering",
+        "_is_streaming",
+        "_parts",
+        "_size",
+        "_stalled_bytes",
+        "_transport",
+        "_unread",
+        "is_http_1_1",
+        "write",
+    )
+
     def __init__(self, door: FrontDoor) -> None:
         self.is_http_1_1 = True
+        self.write: Callable[[bytes], object] = _discard  # sends bytes of an answer; the transport's own while it lives
         self._door = door
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
@@ -121,6 +145,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """From asyncio."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self.write = self._transport.write
         self._door.connections.add(self)
         self._deadline_s = self._door.dispatcher.now_s + KEEPALIVE_S
         # Anything that the kernel does not take at once stops the replica's stream: a slow reader costs one read.
@@ -132,7 +157,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """From asyncio."""
-        self._transport = None
+        self._transport, self.write = None, _discard
         self._door.connections.discard(self)
         if self._exchange is not None:
             self._exchange.client_left()
@@ -221,7 +246,7 @@ class ClientConnection(asyncio.Protocol):
             is_whole = not head.is_chunked and len(data) >= length
             self._unread = bytes(data[length:]) if is_whole else b""
             self._is_kept_alive = self._is_kept_alive and is_whole
-            self.respond(err, dispatcher.request_id(head), dispatcher.cors.lines(head.noted.get(b"origin")))
+            self.respond(err, route, dispatcher.request_id(head), dispatcher.cors.lines(head.noted.get(b"origin")))
             self._after_answer()
             return
         self._exchange = exchange
@@ -287,12 +312,12 @@ class ClientConnection(asyncio.Protocol):
         self._door.strangers.note(str(peer[0]) if peer else None, f"malformed HTTP: {err}")
         self._is_kept_alive = False
         self.is_http_1_1 = True
-        self.respond(err, b"", [])
+        self.respond(err, "", b"", [])
         self._after_answer()
 
     def _hand_over(self, data: bytes) -> None:
         """Gives the connection to aiohttp, for good."""
-        transport, self._transport = self._transport, None
+        transport, self._transport, self.write = self._transport, None, _discard
         self._door.connections.discard(self)
         if transport is None:
             return
@@ -304,16 +329,11 @@ class ClientConnection(asyncio.Protocol):
 
     # For the exchange.
 
-    def write(self, data: bytes) -> None:
-        """Sends bytes of an answer."""
-        if self._transport is not None:
-            self._transport.write(data)
-
-    def respond(self, err: RequestError, request_id: bytes, more_lines: list[bytes]) -> None:
+    def respond(self, err: RequestError, route: str, request_id: bytes, more_lines: list[bytes]) -> None:
         """Sends an error as the whole answer."""
         if self._body is not None:
             self._is_kept_alive = False  # the rest of the body is not waited for
-        self.write(error_answer(err, request_id, [*more_lines, *self.connection_lines()]))
+        self.write(error_answer(err, route, request_id, [*more_lines, *self.connection_lines()]))
 
     def connection_lines(self) -> list[bytes]:
         """What an answer's head says of the connection."""

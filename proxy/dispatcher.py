@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from proxy.access_log import AccessLog
-from proxy.admission import Admission, Ticket, parse_priority
+from proxy.admission import Admission, Priority, Ticket, parse_priority
 from proxy.breaker import RetryBudget
 from proxy.client import ClientConnection
 from proxy.config import ProxyConfig
@@ -73,7 +73,6 @@ class Dispatcher:
         self.cors = cors
         self.clock = clock
         self.now_s = clock()
-        self.silence_s = self.now_s + config.between_bytes_timeout_s  # an answer that sends now may pause until then
         self.pool = Pool(config.connect_timeout_s, clock)
         self.journal_bytes = config.journal_kb * 1024
         self.max_body_bytes = config.max_body_bytes
@@ -101,13 +100,18 @@ class Dispatcher:
     def open(self, client: ClientConnection, head: RequestHead, route: str) -> Exchange:
         """The exchange for a request whose head is here. Raises RequestError if it is refused for its head alone."""
         noted, length = head.noted, head.content_length or 0
-        caller = self._keys.caller(noted.get(b"authorization"))
+        caller = self._keys.caller(noted.get(b"authorization"), noted.get(b"x-api-key"))
         if length > self.max_body_bytes:
             raise too_large(length, self.max_body_bytes)
         if self.config.max_waiting:  # without a queue, only a request that would have to wait is refused
             self._admission.check_queue()
         shown = noted.get(b"x-priority")
-        priority = caller.priority if shown is None else parse_priority(shown.decode("latin-1"))
+        if shown is not None:
+            priority = parse_priority(shown.decode("latin-1"))
+        else:
+            priority = caller.priority
+            if priority is not Priority.NORMAL:  # the replica does not know whose key it is
+                head.passing.append(b"X-Priority: " + priority.name.lower().encode())
         ticket = Ticket(None, caller, priority, length // BYTES_PER_TOKEN)
         self._admission.take(ticket)
         self._budget.earn()
@@ -350,7 +354,6 @@ class Dispatcher:
     def tick(self, now_s: float) -> None:
         """Called some times a second: what waited too long, what is idle, what is to be written."""
         self.now_s = now_s
-        self.silence_s = now_s + self.config.between_bytes_timeout_s
         for ticket in self._admission.overdue(now_s) if self._admission.waiting else ():
             waited_s = now_s - ticket.request.ready_s
             ticket.request.fail(Overloaded(f"no replica had room within {waited_s:.1f} s (--queue-timeout-s)"))

@@ -4,7 +4,7 @@ ProxyError
 ├── ConfigError                exit code 2 and one line; nothing was started
 ├── JoinRefused                the replica gets Refused with the reason, and the connection ends
 ├── Malformed                  a body whose framing is broken; BadRequest or UpstreamFailed, by who sent it
-└── RequestError               OpenAI's error body
+└── RequestError               OpenAI's error body, or Anthropic's
     ├── BadRequest             400, do not retry
     ├── Unauthorized           401
     ├── UnknownModel           404, code model_not_found: replicas are live, but none serves that model
@@ -25,7 +25,19 @@ ProxyError
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
+
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    417: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ProxyError(Exception):
@@ -54,6 +66,13 @@ class RequestError(ProxyError):
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's shape."""
         return error_body(str(self), kind=self.kind, code=self.code)
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """The error in Anthropic's shape, for /v1/messages."""
+        return {
+            "type": "error",
+            "error": {"type": _ANTHROPIC_TYPES.get(self.status, "api_error"), "message": str(self)},
+        }
 
     def headers(self) -> dict[str, str]:
         """Headers that the answer needs beside the body."""

@@ -21,7 +21,7 @@ An answer has these ends:
     its control connection is gone
     its group evicts it before any byte    likewise
     it fails before the first body byte    502 or 504: it may have done the work
-    it fails later, in an event stream     every byte that came, then an error event in OpenAI's form, then the end;
+    it fails later, in an event stream     every byte that came, then an error event in the API's form, then the end;
                                            never a `[DONE]` that the replica did not send
     it fails later, otherwise              the client's connection is reset, so that half an answer never looks whole
     the client leaves, at any time         the connection to the replica closes at once
@@ -105,10 +105,12 @@ class Exchange:
     answer: AnswerHead | None = None
     first_byte_s: float = 0.0  # after `sent_s`
     answer_bytes: int = 0
+    _checked_bytes: int = 0  # of the answer, when the time was last looked at
     is_event_stream: bool = False
     wants_payload: bool = False
     journal: Journal | None = None
     _is_client_full: bool = False
+    _is_flowing: bool = False  # a part that ends with a whole chunk can go to the client as it is
     _is_resendable: bool = True
     _place: InFlight | None = None
     _pending: bytes = b""  # the answer's head, until the first of its body goes with it
@@ -254,23 +256,29 @@ class Exchange:
 
     def answer_part(self, data: bytes, boundary: int) -> None:
         """The next bytes of the body, as they came; up to `boundary` they end with a whole chunk."""
+        if boundary != len(data) or not self._is_flowing:
+            self._begin_to_flow(data, boundary)
+            return
+        # This is where events pass, so it asks and calls as little as can be.
+        self.answer_bytes += boundary
+        self._last = data
+        if self.journal is not None:
+            self.journal.record(data)
+        write = self.client.write
+        write(data)
+
+    def _begin_to_flow(self, data: bytes, boundary: int) -> None:
+        """Passes on the first part, or one that does not end with a whole chunk, or that goes on with such a chunk."""
         if self.phase != Phase.ANSWERING:
             self._first_byte()
         self.answer_bytes += len(data)
         if self._wants_whole_chunks:
-            if self._held or boundary != len(data):
-                data = self._whole_chunks(data, boundary)
-                if not data:
-                    return
+            data = self._whole_chunks(data, boundary)
+        if data:
             if self.journal is not None:
                 self.journal.record(data)
-        if self._pending:
             self._to_client(data)
-            return
-        if not self._is_client_full:  # as in _to_client, without a call: this is where events pass
-            self.deadline_s = self.dispatcher.silence_s
-        self._last = data
-        self.client.write(data)
+        self._is_flowing = not self._held
 
     def answer_payload(self, parts: Sequence[Bytes]) -> None:
         """The next bytes of the body, without framing."""
@@ -283,8 +291,6 @@ class Exchange:
         self._to_client(data)
 
     def _to_client(self, data: bytes) -> None:
-        if not self._is_client_full:
-            self.deadline_s = self.dispatcher.silence_s
         self._last = data
         if self._pending:
             if len(data) <= JOINED_BYTES:
@@ -295,8 +301,10 @@ class Exchange:
         self.client.write(data)
 
     def _first_byte(self) -> None:
+        now_s = self.dispatcher.clock()
         self.phase = Phase.ANSWERING
-        self.first_byte_s = self.dispatcher.clock() - self.sent_s
+        self.deadline_s = now_s + self.dispatcher.config.between_bytes_timeout_s
+        self.first_byte_s = now_s - self.sent_s
         assert self.replica is not None
         self.dispatcher.metrics.first_byte_s[self.replica.replica_id].observe(self.first_byte_s)
 
@@ -373,7 +381,11 @@ class Exchange:
     # Time, and other ends.
 
     def check(self, now_s: float) -> None:
-        """Ends what has taken too long."""
+        """Ends what has taken too long. An answer that went on since the last look may be silent from now on."""
+        if self.answer_bytes != self._checked_bytes:
+            self._checked_bytes = self.answer_bytes
+            if not self._is_client_full:
+                self.deadline_s = now_s + self.dispatcher.config.between_bytes_timeout_s
         if now_s < self.deadline_s:
             return
         if self.phase == Phase.SENT:
@@ -397,7 +409,8 @@ class Exchange:
             return
         if isinstance(err, UpstreamFailed | UpstreamTimeout):
             self.dispatcher.note_failure(self, err)
-        self.client.respond(err, self.request_id, self.dispatcher.cors.lines(self.head.noted.get(b"origin")))
+        more_lines = self.dispatcher.cors.lines(self.head.noted.get(b"origin"))
+        self.client.respond(err, self.route, self.request_id, more_lines)
         self._end(err.status, End.ERROR)
 
     def stop(self) -> None:
@@ -424,7 +437,7 @@ class Exchange:
             self.client.reset()
             return
         held = first_payload(self._held) if self._held else b""
-        end = error_end(err, last=self._last, held=held, is_chunked=self.client.is_http_1_1)
+        end = error_end(err, self.route, last=self._last, held=held, is_chunked=self.client.is_http_1_1)
         self.client.write(self._pending + end)
         self._end(answer.status, End.CUT)
 

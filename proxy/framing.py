@@ -18,9 +18,10 @@ _SIZE_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-
 _TRAILER: Final = re.compile(
     rb"(?!(?i:content-length|transfer-encoding):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*"
 )
-_SHORT_LINE: Final = 10
 _MAX_SIZES: Final = 4096  # size lines remembered
+_MAX_SIZE_LINE: Final = 8  # of one that is remembered
 _sizes: dict[bytes, int] = {}  # size line -> bytes; events of one model have few different lengths
+_beginnings: dict[int, bytes] = {}  # length of a whole chunk -> what one of that length began with: its size line
 
 
 Bytes = bytes | memoryview  # a large body is passed on by views of what was read, without a copy
@@ -100,9 +101,8 @@ class ChunkedBody:
         total = len(data)
         if parts is None and self._at == _At.SIZE and not self._line:
             # One whole chunk: nearly every read of an event stream. Anything else goes the long way.
-            end = data.find(b"\r\n", 0, _SHORT_LINE)
-            size = _sizes.get(data[:end])
-            if size and end + 4 + size == total and data.endswith(b"\r\n"):
+            beginning = _beginnings.get(total)
+            if beginning is not None and data.startswith(beginning) and data.endswith(b"\r\n"):
                 self.boundary = total
                 return total
         at = self.boundary = 0
@@ -142,6 +142,8 @@ class ChunkedBody:
                 raise Malformed("a chunk is longer than its size")
             if parts is not None:
                 parts.append(data[start:stop])
+            if len(line) <= _MAX_SIZE_LINE and size <= MAX_LINE_BYTES:
+                _beginnings[stop + 2 - at] = data[at:start]
             at = self.boundary = stop + 2
         return at
 
@@ -183,7 +185,7 @@ def _size_of(line: bytes) -> int:
     if match is None:
         raise Malformed("a chunk's size is no number")
     size = int(match[1], 16)
-    if len(_sizes) < _MAX_SIZES and len(line) <= 8:
+    if len(_sizes) < _MAX_SIZES and len(line) <= _MAX_SIZE_LINE:
         _sizes[line] = size
     return size
 

@@ -20,6 +20,7 @@ from proxy.registry import Groups, Registry
 from proxy.replicas import Replica
 
 MAX_NODE_BYTES: Final = 64 * 1024  # of a body of /nodes/...
+KEY_HEADERS: Final = ("Authorization", "X-Api-Key")  # OpenAI's and Anthropic's
 HYBRID: Final = 1  # LMDeploy's number for a server that does prefill and decode
 
 
@@ -123,8 +124,8 @@ class Handlers:
         check_bearer(request, self._config.proxy_token, "the proxy's token (--proxy-token)")
 
     def _check_api_key(self, request: web.Request) -> None:
-        shown = request.headers.get("Authorization")
-        self._keys.caller(None if shown is None else shown.encode(errors="surrogateescape"))
+        shown = [request.headers.get(name, "").encode(errors="surrogateescape") for name in KEY_HEADERS]
+        self._keys.caller(*shown)
 
     def _live_models(self) -> dict[str, Mapping[str, Any]]:
         models: dict[str, Mapping[str, Any]] = {}

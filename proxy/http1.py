@@ -58,6 +58,7 @@ _REQUEST_USES: Final = {
     b"expect": TAKE,
     b"host": TAKE,
     b"origin": NOTE,
+    b"x-api-key": NOTE,
     b"x-data-parallel-rank": NOTE,
     b"x-priority": NOTE,
     b"x-request-id": TAKE,

@@ -39,12 +39,17 @@ class ApiKeys:
             self._stamp = _stamp(file)
             self._callers |= _read(file)
 
-    def caller(self, authorization: bytes | None) -> Caller:
-        """Whose key an Authorization header shows. Raises Unauthorized; without any key here, everyone may ask."""
+    def caller(self, authorization: bytes | None, x_api_key: bytes | None = None) -> Caller:
+        """Whose key the request shows, in OpenAI's header or, without that, in Anthropic's.
+
+        Raises Unauthorized; without any key here, everyone may ask.
+        """
         if not self._callers:
             return self._anybody
         scheme, _, shown = (authorization or b"").partition(b" ")
-        caller = self._callers.get(_digest(shown.strip())) if scheme.lower() == b"bearer" else None
+        if scheme.lower() != b"bearer":
+            shown = x_api_key or b""
+        caller = self._callers.get(_digest(shown.strip()))
         if caller is None:
             raise Unauthorized("send the API key as 'Authorization: Bearer ...'")
         return caller

@@ -6,6 +6,7 @@ takes their shape when it is asked for.
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections import defaultdict
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -77,9 +78,11 @@ class Metrics:
             "Connections dropped because the peer spoke no HTTP or was no replica.",
             registry=self._prometheus,
         )
+        tasks = Gauge("lockstep_proxy_tasks", "Tasks of the proxy's event loop.", registry=self._prometheus)
+        tasks.set_function(lambda: len(asyncio.all_tasks()))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """All metrics in Prometheus' text format. To be called on the event loop, whose tasks are counted."""
         return generate_latest(self._prometheus)
 
     def request_ended(self, route: str, status: int, duration_s: float) -> None:

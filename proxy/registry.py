@@ -57,7 +57,7 @@ class Registry:
 
         The newest Hello of a replica id wins: its older connection is a life that ended, or a line that broke
         without the proxy having noticed. From another URL it is another replica, which must not put out one that
-        is alive: raises JoinRefused.
+        is alive: raises JoinRefused. So it does for a replica of another group that has the name of one that is alive.
         """
         url = hello.url.rstrip("/")
         former_id = next((id_ for id_, known in self._joined.items() if known.replica_id == hello.replica_id), None)
@@ -65,16 +65,7 @@ class Registry:
             namesake = self._joined[former_id]
             if namesake.url != url and not self._is_silent(namesake, now_s):
                 raise JoinRefused(f"replica_id {hello.replica_id!r} is in use by the live replica at {namesake.url}")
-        for other in self._members(hello.group) if hello.group else ():
-            is_other = other.replica_id != hello.replica_id and other.dp_rank == hello.dp_rank
-            if is_other and not self._is_silent(other, now_s):
-                logger.warning(
-                    "two groups of one name are taken for one, which stops the replicas of one of them: name them apart"
-                    " (--group) group=%r dp_rank=%s replica_ids=%r",
-                    hello.group,
-                    hello.dp_rank,
-                    [other.replica_id, hello.replica_id],
-                )
+        self._refuse_another_group(hello, now_s)
         replica = self._lives.get((hello.replica_id, hello.incarnation))
         if replica is None:
             replica = Replica(
@@ -119,8 +110,7 @@ class Registry:
         replica.last_seen_s = now_s
         replica.is_reachable = True  # it is alive, so the next request may try it again
         if before is None or report.sequence > before.sequence:
-            replica.report = report
-            replica.has_foreign(max(0, report.running + report.waiting - replica.in_flight))
+            replica.reported(report)
             has_changed = has_changed or before is None or _of_group(before) != _of_group(report)
         if has_changed:
             self._seen_until_s = float("-inf")
@@ -272,6 +262,17 @@ class Registry:
                 replica.is_evicted = True
                 logger.warning("replica evicted by its group replica_id=%r epoch=%d", replica.replica_id, group.epoch)
                 self.on_eviction(replica)
+
+    def _refuse_another_group(self, hello: Hello, now_s: float) -> None:
+        """Raises JoinRefused: taken for one, two groups would each seem to have evicted members of the other."""
+        for other in self._members(hello.group) if hello.group else ():
+            if other.replica_id == hello.replica_id or other.is_evicted or self._is_silent(other, now_s):
+                continue
+            if other.dp_rank == hello.dp_rank or other.model_hash != hello.model_hash:
+                raise JoinRefused(
+                    f"another group is named {hello.group!r}: the live replica {other.replica_id!r} is its dp_rank"
+                    f" {other.dp_rank}, with model_hash {other.model_hash!r:.24}; name the groups apart (--group)"
+                )
 
     def _members(self, group_name: str) -> list[Replica]:
         return [replica for replica in self._joined.values() if replica.group == group_name]

@@ -49,7 +49,8 @@ class Replica:
     is_evicted: bool = False  # its group went on without it: what it was doing is void
     in_flight: int = 0  # requests that this proxy has sent and not yet seen end
     in_flight_tokens: int = 0  # of their prompts, by their length
-    foreign_requests: int = 0  # that others have sent: what its newest report says beyond our own
+    foreign_requests: int = 0  # that others have sent: what its reports say beyond our own
+    ended_since_report: int = 0  # of our requests
     load: int = 0  # tokens that it has to do, as far as this proxy knows: of all of these
     latency_s: float = 0.0  # mean of its answers, the newest weighing most
     breaker: Breaker = field(default_factory=Breaker)
@@ -60,6 +61,7 @@ class Replica:
         """Its control connection, which was lost, is there again; the new one counts its reports anew."""
         self.url, self.models, self.last_seen_s = url, models, now_s
         self.report = None
+        self._has_foreign(0)
         self.is_leaving = self.is_gone = False
         self.is_reachable = True
 
@@ -67,8 +69,20 @@ class Replica:
         """An answer of it ended after so long."""
         self.latency_s += (took_s - self.latency_s) * (LATENCY_WEIGHT if self.latency_s else 1.0)
 
-    def has_foreign(self, requests: int) -> None:
-        """So many of others' requests are on it."""
+    def reported(self, report: LoadReport) -> None:
+        """Its newest report. What it counts beyond our own requests is others'.
+
+        While the report was on its way, a request of ours may have come to the replica, and then counts less of
+        others', or may have ended, and must not count as one of others': so the estimate never exceeds what is there
+        beyond those in flight now, and it grows only by what remains if all that ended since the last report is in
+        this one, too. With none of ours on its way there or ending, it is exact.
+        """
+        self.report = report
+        beyond = max(0, report.running + report.waiting - self.in_flight)
+        self._has_foreign(min(beyond, max(self.foreign_requests, beyond - self.ended_since_report)))
+        self.ended_since_report = 0
+
+    def _has_foreign(self, requests: int) -> None:
         self.load += REQUEST_TOKENS * (requests - self.foreign_requests)
         self.foreign_requests = requests
 
@@ -95,6 +109,7 @@ class InFlight:
         replica = self._replica
         if replica is not None:
             replica.in_flight -= 1
+            replica.ended_since_report += 1
             replica.in_flight_tokens -= self._tokens
             replica.load -= self._tokens + REQUEST_TOKENS
             self._replica = None

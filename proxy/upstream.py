@@ -59,6 +59,20 @@ class Answered(Protocol):
 class Upstream(asyncio.Protocol):
     """One connection to one replica."""
 
+    __slots__ = (
+        "_after_target",
+        "_base",
+        "_body",
+        "_exchange",
+        "_head",
+        "_is_kept_alive",
+        "_is_paused",
+        "_pool",
+        "_transport",
+        "idle_since_s",
+        "url",
+    )
+
     def __init__(self, pool: Pool, url: str) -> None:
         self.url = url  # the replica's
         parts = urlsplit(url)

@@ -38,20 +38,21 @@ from replica.cache_size import RankSpace, local_space
 from replica.checkpoint import Checkpoint, model_hash
 from replica.cli import configure_logging, print_error
 from replica.config import ReplicaConfig
-from replica.errors import CollectiveFailed, ConfigError, CutOff, GroupLost, WorkerFailed, first_error
-from replica.executor import RankExecutor, RankHost, own_blobs
+from replica.errors import ConfigError, CutOff, GroupLost, WorkerFailed, first_error
+from replica.executor import RankExecutor, RankHost
 from replica.executor_mp import LocalRanks
 from replica.frames import Init, Ready
 from replica.group_config import group_config
 from replica.lifecycle import EngineState, Lifecycle
 from replica.model_config import ModelConfig
+from replica.plan import GIB
 from replica.process_tree import EPOCH, GROUP_FAILED, READY, follow_parent, new_event_loop
 from replica.progress_bar import ProgressBar
 from replica.rank_init import rank_init
 from replica.registration import Registration
 from replica.scheduler import Scheduler
 from replica.step_clock import DRAIN, STOP, LocalClock, Reconfiguration
-from replica.step_loop import Exchange, StepLoop
+from replica.step_loop import StepLoop
 from replica.warm_up import warm_up_sequences
 
 if TYPE_CHECKING:
@@ -149,26 +150,30 @@ class Engine:
             await self.runner.cleanup()
 
     async def _load(self) -> tuple[Ready, Reconfiguration | None]:
-        """Meets the other replicas, then loads. Returns how the group's first epoch begins, too; None without one."""
+        """Meets the other replicas, then loads. Returns how the first epoch begins, too; None for a rank alone."""
         if self.group is None:
-            try:
-                return await self._start_ranks(own_blobs), None
-            except CollectiveFailed as err:
-                raise WorkerFailed(f"the ranks do not reach each other: {err}") from err
+            first = Reconfiguration(epoch=0, members=(0,)) if self.executor.num_ranks > 1 else None
+            return await self._start_ranks(), first
         first = await self.group.join()
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self.group.failed())
-            ready = await self._start_ranks(None)  # the step loop connects them
+            ready = await self._start_ranks()
             watch.cancel()
         return ready, first
 
-    async def _start_ranks(self, exchange: Exchange | None) -> Ready:
-        return await self.executor.start(
-            self.init,
-            timeout_s=self.config.startup_timeout_s,
-            on_progress=ProgressBar(sys.stderr).update,
-            exchange=exchange,
+    async def _start_ranks(self) -> Ready:
+        """Loads the weights. The step loop connects the ranks."""
+        ready = await self.executor.start(
+            self.init, timeout_s=self.config.startup_timeout_s, on_progress=ProgressBar(sys.stderr).update
         )
+        logger.info(
+            "weights loaded dp_rank=%d ranks=%d weights_gib=%.2f load_s=%.1f",
+            self.config.dp_rank,
+            self.executor.num_ranks,
+            ready.weight_bytes / GIB,
+            ready.load_s,
+        )
+        return ready
 
     def _tell_epochs(self, tell: Callable[[bytes], None]) -> None:
         told = 0

@@ -1,8 +1,8 @@
 """Runs steps on the ranks of one replica, wherever they are: executor_mp.py starts them here, executor_ray.py on Ray.
 
-Ranks that share weights with others are connected with them by `regroup`, at the start and again whenever the group's
-members change: each worker gives a blob, `exchange` turns the blobs of this replica's ranks into those of the whole
-group, and each worker gets them all.
+Ranks that share weights with others are connected with them by `regroup`, after the start and again whenever the
+group's members change: each worker gives a blob, `exchange` turns the blobs of this replica's ranks into those of the
+whole group, and each worker gets them all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 from replica.errors import CollectiveFailed, WorkerFailed, first_error
@@ -40,11 +40,6 @@ KILLED_S: Final = 3.0  # one that was killed is given up after so long
 
 T = TypeVar("T")
 Exchange = Callable[[tuple[bytes, ...]], Awaitable[tuple[bytes, ...]]]
-
-
-async def own_blobs(blobs: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """The exchange of a replica that is a whole group."""
-    return blobs
 
 
 class RankHost(Protocol):
@@ -91,16 +86,13 @@ class RankExecutor:
         *,
         timeout_s: float,
         on_progress: Callable[[Progress], None] = lambda _: None,
-        exchange: Exchange | None = own_blobs,
     ) -> Ready:
-        """Starts the workers, waits until all have loaded, and connects them with each other and their peers.
+        """Starts the workers, and waits until all have loaded. Where there are several, `regroup` must follow.
 
         `init` is that of the replica's first rank; the others' follow from it. `on_progress` gets the first rank's.
-        Without an `exchange` the ranks are not connected; `regroup` does it. Returns the first rank's answer, with the
-        fewest blocks and the most bytes of any rank. Raises WorkerFailed when one dies or is not ready in time,
-        CheckpointError when it refuses the checkpoint, and what `regroup` raises.
+        Returns the first rank's answer, with the fewest blocks and the most bytes and seconds of any rank. Raises
+        WorkerFailed when one dies or is not ready in time, and CheckpointError when it refuses the checkpoint.
         """
-        started_s = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
                 async for rank in self._host.start(init):
@@ -109,13 +101,10 @@ class RankExecutor:
                 answers = await _all(worker.loaded(report) for worker, report in zip(self._ranks, reports, strict=True))
         except TimeoutError as err:
             raise WorkerFailed(f"the workers were not ready after {timeout_s:g} s (--startup-timeout-s)") from err
-        if init.layout.world > 1 and exchange is not None:
-            left_s = timeout_s - (time.monotonic() - started_s)
-            await self.regroup(epoch=0, members=tuple(range(init.dp)), evicted=(), exchange=exchange, timeout_s=left_s)
-        return replace(
-            answers[0],
+        return Ready(
             num_blocks=min(answer.num_blocks for answer in answers),
             weight_bytes=max(answer.weight_bytes for answer in answers),
+            load_s=max(answer.load_s for answer in answers),
         )
 
     async def regroup(
@@ -127,7 +116,7 @@ class RankExecutor:
         exchange: Exchange,
         timeout_s: float,
     ) -> Regrouped:
-        """Cuts off whatever the ranks are doing, and connects them with those of the members of a newer epoch.
+        """Cuts off whatever the ranks are doing, and connects them with those of the members of a new epoch.
 
         `members` are the replicas that live (dp ranks); `evicted` names those of each eviction, in order, since the
         group was whole: the ranks take over their share of what those held. `exchange` gets the blobs of this

@@ -2,7 +2,8 @@
 
 The first machine's supervisor begins as the master. It takes the lease in the group's store, which is the Redis that
 was named, or one of its own. Where the store is shared, the supervisors of other machines stand by, and one of them
-takes over when the master is lost. A master whose group has failed serves the next life of the group at once.
+takes over when the master is lost, also one whose own replicas are lost. A master whose group has failed serves the
+next life of the group at once.
 
 Loaded only where a group has several replicas.
 """
@@ -13,11 +14,13 @@ import asyncio
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
+from coordinator import keys
 from coordinator.clock import ClockSettings
 from coordinator.errors import (
     CoordinatorError,
@@ -28,9 +31,10 @@ from coordinator.errors import (
     StoreUnavailable,
 )
 from coordinator.master import Master, Mastership, bind
+from coordinator.member import LOOK_S, MAX_SILENCE_S
 from coordinator.membership import Membership
 from coordinator.private_redis import PrivateRedis
-from coordinator.standby import begin, take_over
+from coordinator.standby import POLL_S, begin, take_over
 from coordinator.store import join_address, split_address
 from replica.address import own_address
 from replica.config import ReplicaConfig
@@ -39,6 +43,8 @@ from replica.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 1.0  # after an address could not be had
+MISSED_S: Final = MAX_SILENCE_S + LOOK_S  # members that have lost their master have found another by then, or ended
+SHOWN_HASH_CHARS: Final = 12
 
 
 class GroupMaster:
@@ -50,19 +56,22 @@ class GroupMaster:
         shared: Mapping[str, str],
         *,
         why_not: Callable[[tuple[int, ...]], str],
-        own_epoch: Callable[[], int],
+        told_epoch: Callable[[], int],
+        has_members: Callable[[], bool],
         on_failed: Callable[[], None],
     ) -> None:
         """`shared` is what all members must have in common (group_config.py), `why_not` why so few could not go on.
 
-        `own_epoch`: the epoch that the replicas of this machine are in, 0 for none. `on_failed` is called when the
-        group that was served here has failed; `failure` says why.
+        `told_epoch`: the last epoch of this life of the group that the replicas of this machine, dead ones among them,
+        were told of, 0 before the first. `has_members`: whether one of them lives and was told of any. `on_failed` is
+        called when the group that was served here has failed; `failure` says why.
         """
         self.failure = ""
         self.is_left_behind = False  # another machine's group, which no replica of this one can be a member of
         self.is_serving = False
         self._config = config
-        self._own_epoch = own_epoch
+        self._told_epoch = told_epoch
+        self._has_members = has_members
         self._on_failed = on_failed
         self._settings = ClockSettings(
             group=config.group,
@@ -82,7 +91,7 @@ class GroupMaster:
     async def start(self) -> ReplicaConfig:
         """Becomes the master, on the first machine, unless there is one. Returns the settings with its address.
 
-        Raises ConfigError when the port or the store cannot be had.
+        Raises ConfigError when the port or the store cannot be had, or the store has another group of this name.
         """
         config = self._config
         if config.node_rank == 0:
@@ -92,6 +101,7 @@ class GroupMaster:
             return config
         try:
             self._store = await self._open_store()
+            await self._check(self._store)
             if config.node_rank == 0:
                 address = join_address(config.master_addr, config.master_port)
                 lease = await begin(self._store, holder=self._holder, address=address)
@@ -127,6 +137,18 @@ class GroupMaster:
             for task in keeping:
                 task.cancel()
 
+    async def not_needed(self) -> None:
+        """Waits until the replicas of other machines can do without this one, which has lost its own.
+
+        They cannot while it is the master, and may not while it could become that: until they have a membership without
+        its replicas, somebody else's master may be lost as well.
+        """
+        deadline_s = time.monotonic() + MISSED_S
+        while True:
+            if not self.is_serving and (time.monotonic() > deadline_s or await self._have_others_gone_on()):
+                return
+            await asyncio.sleep(POLL_S)
+
     async def close(self) -> None:
         """Gives the lease up, drops every connection and frees the port."""
         self._drop_listener()
@@ -147,6 +169,30 @@ class GroupMaster:
             if self._config.layout.nnodes > 1:
                 logger.warning("no --redis-url: the group ends with this machine, which alone can serve its clock")
         return Membership.at(url, self._config.group)
+
+    async def _check(self, store: Membership) -> None:
+        """Raises ConfigError where another group lives, or was lost, under this one's name; StoreUnavailable."""
+        await store.check()
+        view = await store.view()
+        record, own_hash = view.record, self._settings.config_hash
+        if record is None or view.is_over or record.config_hash == own_hash:
+            return
+        raise ConfigError(
+            f"--group is {self._config.group!r}, by which the store knows another group: its configuration has the hash"
+            f" {record.config_hash[:SHOWN_HASH_CHARS]}, this one's {own_hash[:SHOWN_HASH_CHARS]}; it was last in epoch"
+            f" {record.epoch} with {len(record.members)} replicas, its master at {view.address}; take another --group,"
+            f" or delete the key {keys.mastership(self._config.group)} if that group is no more"
+        )
+
+    async def _have_others_gone_on(self) -> bool:
+        if self._store is None:  # nor can this machine be of use to them
+            return True
+        try:
+            view = await self._store.view()
+        except StoreUnavailable:
+            return False
+        own = set(self._config.local_dp_ranks)
+        return view.is_over or (view.record is not None and own.isdisjoint(view.record.members))
 
     async def _serve(self, mastership: Mastership) -> bool:
         """One life of the group, as far as it is served here. Returns whether it has stopped as asked."""
@@ -170,7 +216,7 @@ class GroupMaster:
             self._on_failed()
         except Deposed:
             self._mastership = None
-            if not self._own_epoch():
+            if not self._has_members():
                 # The group goes on elsewhere, without the replicas of this machine, and takes no new members.
                 self.is_left_behind = True
                 self._on_failed()
@@ -186,7 +232,9 @@ class GroupMaster:
         host = own_address(self._config.master_addr)
         port = await self._bind(host, 0)
         self._config = replace(self._config, master_addr=host, master_port=port)
-        lease = await take_over(store, holder=self._holder, address=join_address(host, port), own_epoch=self._own_epoch)
+        lease = await take_over(
+            store, holder=self._holder, address=join_address(host, port), told_epoch=self._told_epoch
+        )
         self._mastership = Mastership(store=store, lease=lease, is_takeover=lease.record is not None)
         return self._mastership
 

@@ -29,7 +29,7 @@ PARTS: Final = ("detect", "agree", "rebuild", "reload", "first_step")
 class GroupPhase(StrEnum):
     """Whether a replica steps with its group."""
 
-    FORMING = "forming"  # the first epoch has not begun
+    FORMING = "forming"  # the members are not all there, or not connected yet
     RUNNING = "running"
     RECONFIGURING = "reconfiguring"  # its last step was cut off, and a new epoch begins
     LOST = "lost"  # it steps no more
@@ -48,9 +48,9 @@ class Eviction:
 
 @dataclass(slots=True, kw_only=True)
 class GroupState:
-    """One replica's view of its group. The default is that of a replica alone."""
+    """One replica's view of its group. The default is that of a replica alone, which runs."""
 
-    members: tuple[int, ...] = (0,)  # dp ranks that live
+    members: tuple[int, ...] = (0,)  # dp ranks that live; none before the first epoch is agreed on
     epoch: int = 0
     phase: GroupPhase = GroupPhase.RUNNING
     evictions: list[Eviction] = field(default_factory=list)

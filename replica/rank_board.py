@@ -15,7 +15,7 @@ from typing import IO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-BEAT_INTERVAL_S: Final = 0.2
+RANK_BEAT_S: Final = 0.2  # between a rank's signs of life to its engine; the clock's beats are coordinator's
 SILENCE_S: Final = 1.0  # a rank that has not beaten for so long is frozen, or has died
 _PER_RANK: Final = 2  # collectives entered; monotonic time of the last beat in ns, 0 before the first
 
@@ -60,7 +60,7 @@ class RankBoard:
         def run() -> None:
             while True:
                 self.beat(local_rank)
-                time.sleep(BEAT_INTERVAL_S)
+                time.sleep(RANK_BEAT_S)
 
         threading.Thread(target=run, name="beat", daemon=True).start()
 

@@ -5,7 +5,7 @@ token, which of the two it is, and the rank's number in its replica.
 
     frames     those of frames.py, both ways
     lifeline   engine -> rank: the epoch on the board, whenever the worker is to look at it; its EOF ends the worker
-               rank -> engine: the collectives entered, every BEAT_INTERVAL_S from the worker's first beat on; its EOF
+               rank -> engine: the collectives entered, every RANK_BEAT_S from the worker's first beat on; its EOF
                says that the rank is gone
 
 Numbers are 8 bytes, big-endian. They come from the board of one end and go to that of the other (rank_board.py), so the
@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import Final
 
 from replica.errors import ConfigError
-from replica.rank_board import BEAT_INTERVAL_S, RankBoard, board_file
+from replica.rank_board import RANK_BEAT_S, RankBoard, board_file
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def _report(lifeline: socket.socket, board: RankBoard, local_rank: int) -> None:
         while True:
             if board.has_begun(local_rank):  # until then a deadline of its own counts, for torch takes long to load
                 lifeline.sendall(_NUMBER.pack(int(count[0])))
-            time.sleep(BEAT_INTERVAL_S)
+            time.sleep(RANK_BEAT_S)
 
 
 def _dial(engine: Address, token: bytes, connection: int, local_rank: int) -> socket.socket:

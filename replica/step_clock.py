@@ -16,9 +16,13 @@ import asyncio
 from dataclasses import dataclass
 from typing import Final, NoReturn, Protocol
 
+from replica.errors import WorkerFailed
+
 # Commands travel in releases, so that all replicas of a group act on them at the same step. The clock knows STOP.
 DRAIN: Final = "drain"  # take no new requests, finish the running ones
 STOP: Final = "stop"  # the step that carries it is the last
+
+FAULT_S: Final = 2.0  # by then a rank that has died is known to have
 
 
 class StepRelease(Protocol):
@@ -98,7 +102,7 @@ class StepClock(Protocol):
         """The blobs of this replica's ranks -> those of all living ranks, when all members have come so far."""
 
     async def failed(self) -> NoReturn:
-        """Waits until this replica can step no more with its group, and raises GroupLost."""
+        """Waits until this replica can step no more with its group, and raises GroupLost, or WorkerFailed if alone."""
 
     def leave(self) -> None:
         """Leaves the group at once; the others notice. May be called again."""
@@ -126,6 +130,8 @@ class LocalClock:
         self._arrival: tuple[int, int] | None = None
         self._commands: dict[str, None] = {}
         self._is_due = asyncio.Event()
+        self._fault = ""
+        self._has_fault = asyncio.Event()
 
     def arrive(self, *, decode_tokens: int, prefill_tokens: int) -> None:
         """See StepClock."""
@@ -158,7 +164,9 @@ class LocalClock:
         """See StepClock."""
 
     def fault(self, step: int, what: str) -> None:
-        """See StepClock. Of a replica alone it is the end of a rank's process that says who failed."""
+        """See StepClock. Of a replica alone it is the end of a rank's process that says who failed, if there is one."""
+        self._fault = what
+        self._has_fault.set()
 
     async def superseded(self) -> None:
         """See StepClock. A replica alone stays as it is."""
@@ -173,9 +181,10 @@ class LocalClock:
         return blobs
 
     async def failed(self) -> NoReturn:
-        """See StepClock. Nobody else can make a replica alone fail."""
-        await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        """See StepClock. Raises WorkerFailed, FAULT_S after a fault: only its own ranks make a replica alone fail."""
+        await self._has_fault.wait()
+        await asyncio.sleep(FAULT_S)
+        raise WorkerFailed(f"the ranks do not reach each other: {self._fault}")
 
     def leave(self) -> None:
         """See StepClock."""

@@ -142,7 +142,9 @@ class StepLoop:
         self._wanted: dict[str, None] = {}  # commands that were asked for here
         self._commands: set[str] = set()  # that releases have carried
         self._commanded = asyncio.Event()
-        self.group = GroupState(is_looking=lambda: clock.is_looking)
+        self.group = GroupState(
+            phase=GroupPhase.FORMING, members=() if clock.is_shared else (0,), is_looking=lambda: clock.is_looking
+        )
         self._subscribers: list[Callable[[], None]] = []
 
     def add_blocks(self, num_blocks: int) -> None:
@@ -234,7 +236,7 @@ class StepLoop:
         self._step_deadline_s = STALLED_DEADLINES * self._progress_deadline_s + self._clock.takeover_s
 
     async def run(self, first: Reconfiguration | None = None) -> None:
-        """Runs steps, epoch after epoch, until one carries STOP. The ranks of a group are connected for its first one.
+        """Runs steps, epoch after epoch, until one carries STOP. Several ranks are connected for the `first`.
 
         Raises WorkerFailed when a rank fails, GroupLost when the group does, or goes on without this replica; every
         sequence then ends so that another replica can go on.
@@ -242,6 +244,8 @@ class StepLoop:
         error = "the replica stopped before the answer was complete"
         if first is not None:
             self.group.forming(first)
+        else:
+            self.group.phase = GroupPhase.RUNNING  # a replica alone has nobody to wait for
         try:
             await self._run_watched(first)
         except (WorkerFailed, GroupLost) as err:

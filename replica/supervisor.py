@@ -5,8 +5,8 @@ the group lives, because a group takes no new members. A group that fails as a w
 again, after 1 s, then 2, up to 30. One that ends before, or that refuses its settings, would only do so again: the
 command ends with its exit code. A replica alone is a group without a clock.
 
-Of a group over several machines, a machine that has lost all of its replicas can do no more for it: unless it serves
-the clock, its command ends, with exit code 1.
+Of a group over several machines, a machine that has lost all of its replicas can only serve its clock: its command
+ends, with exit code 1, unless it does, or may have to take over because another machine is being lost as well.
 
 Nothing here computes or blocks: whatever keeps this process busy keeps every step waiting.
 """
@@ -22,10 +22,10 @@ import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from replica.checkpoint import Checkpoint
 from replica.config import ReplicaConfig
@@ -174,7 +174,8 @@ class Supervisor:
             config,
             self._shared,
             why_not=self._why_not,
-            own_epoch=self._own_epoch,
+            told_epoch=self._told_epoch,
+            has_members=self._has_members,
             on_failed=self._is_over.set,
         )
         try:
@@ -213,9 +214,13 @@ class Supervisor:
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
         return 0
 
-    def _own_epoch(self) -> int:
-        """The epoch that the living replicas of this machine are in; 0 without any."""
-        return max((engine.epoch for engine in self._engines if engine.status is None), default=0)
+    def _told_epoch(self) -> int:
+        """The last epoch of this life that a replica of this machine was told of, alive or not; 0 before the first."""
+        return max((engine.epoch for engine in self._engines), default=0)
+
+    def _has_members(self) -> bool:
+        """Whether a replica of this machine lives that was told of an epoch: a group may go on with it."""
+        return any(engine.epoch and engine.status is None for engine in self._engines)
 
     def _stopped_code(self, life: Life) -> int:
         harmless = {0}
@@ -236,8 +241,8 @@ class Supervisor:
             lives = [tasks.create_task(self._live_one(engine)) for engine in engines]
             ending = tasks.create_task(self._end_with_group(lives))
             await asyncio.wait(lives)
-            if master is not None and master.is_serving and self._config.layout.nnodes > 1:
-                await self._group_end()  # the replicas of other machines go on, and need the clock
+            if master is not None and self._config.layout.nnodes > 1:
+                await self._serve_others(master)
             ending.cancel()
         self._engines = []
         ready_s = [engine.ready_s for engine in engines if engine.ready_s is not None]
@@ -274,10 +279,15 @@ class Supervisor:
             for engine in self._engines:
                 engine.kill()
 
-    async def _group_end(self) -> None:
-        """Waits until the group has ended, or this command is to."""
+    async def _serve_others(self, master: GroupMaster) -> None:
+        """Waits until other machines need this one's clock no more, the group has ended, or this command is to."""
         async with asyncio.TaskGroup() as tasks:
-            ends = [tasks.create_task(event.wait()) for event in (self._is_over, self._stopping)]
+            waits: list[Coroutine[Any, Any, object]] = [
+                self._is_over.wait(),
+                self._stopping.wait(),
+                master.not_needed(),
+            ]
+            ends = [tasks.create_task(wait) for wait in waits]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 end.cancel()
@@ -290,7 +300,7 @@ class Supervisor:
 
 
 def _left_behind() -> int:
-    logger.error("all replicas of this machine are lost, their group goes on without them; this one ends")
+    logger.error("all replicas of this machine are lost, and their group does without it; this one ends")
     return 1
 
 

@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from replica.layout import Layout, own_group
 from replica.model_config import ModelConfig
-from replica.shards import Ranges, Shards, weight_bytes
-from replica.tensor_specs import BlockSize, TensorSpec, block_size
+from replica.shards import Ranges, Shards
+from replica.tensor_specs import BlockSize, block_size
 
 Block = tuple[int, int]  # expert (0 in a dense layer), place in its width
 LayerBlocks = dict[int, list[Block]]  # by layer
@@ -142,26 +142,6 @@ class Takeover:
 def dead_ranks(layout: Layout, replicas: Collection[int]) -> list[int]:
     """All ranks of these replicas (dp ranks)."""
     return [rank for rank in range(layout.world) if layout.dp_rank(rank) in replicas]
-
-
-def weight_bytes_after(
-    config: ModelConfig,
-    layout: Layout,
-    specs: Mapping[str, TensorSpec],
-    dtype: str,
-    evicted: Sequence[Collection[int]],
-) -> dict[int, dict[str, int]]:
-    """For each rank that lives after these evictions, in their order, the bytes of its weights by kind (KINDS)."""
-    lost = {rank for replicas in evicted for rank in dead_ranks(layout, replicas)}
-    held = {rank: kinds for rank, kinds in enumerate(weight_bytes(config, layout, specs)) if rank not in lost}
-    for kind, width in (("mlp", layout.mlp_tp), ("experts", layout.moe)):
-        for ranks in layout.groups(width):
-            blocks = GroupBlocks(config, layout, kind, ranks, dtype)
-            for replicas in evicted:
-                blocks.evict(dead_ranks(layout, replicas))
-            for rank, num_bytes in blocks.bytes.items():
-                held[rank][kind] = num_bytes
-    return held
 
 
 def _base_blocks(shards: Shards, layer: int, size: BlockSize) -> list[Block]:

@@ -18,9 +18,9 @@ def make_hello(dp_rank: int, **changes: Any) -> Hello:
 
 
 def make_settings(size: int = 3, **changes: Any) -> ClockSettings:
-    """Those of the group of `CONFIG`."""
-    limits = {"startup_deadline_s": 60.0, "progress_deadline_s": 10.0, "prefill_delay_s": 0.5, **changes}
-    return ClockSettings(group="g", size=size, config=CONFIG, **limits)
+    """Those of the group of `CONFIG`, but for the changes."""
+    limits = {"startup_deadline_s": 60.0, "progress_deadline_s": 10.0, "prefill_delay_s": 0.5}
+    return ClockSettings(**{"group": "g", "size": size, "config": CONFIG, **limits, **changes})
 
 
 class Group:

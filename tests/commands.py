@@ -163,10 +163,10 @@ class Commands:
             replica.wait_ready()
         return started
 
-    def group(self, *options: str, dp: int = 2, tp: int = 4) -> Command:
-        """The ready replicas of one group of the demo model, in one command."""
+    def group(self, *options: str, dp: int = 2, tp: int = 4, model: Path = DEMO_MODEL) -> Command:
+        """The ready replicas of one group, in one command."""
         degrees = ("--dp", str(dp), "--tp", str(tp))
-        argv = (str(BIN / "replica"), "serve", str(DEMO_MODEL), "--num-threads", "1", *degrees)
+        argv = (str(BIN / "replica"), "serve", str(model), "--num-threads", "1", *degrees)
         replicas = self.start(*argv, *options)
         replicas.wait_ready(dp)
         return replicas

@@ -43,7 +43,9 @@ class ExecutorGroup:
 
         async def start(dp_rank: int) -> Ready:
             init = replace(self.init, rank=dp_rank * self.init.attn_tp)
-            return await self.executors[dp_rank].start(init, timeout_s=STARTUP_S, exchange=self.exchange(dp_rank))
+            ready = await self.executors[dp_rank].start(init, timeout_s=STARTUP_S)
+            await self.regroup_one(dp_rank)
+            return ready
 
         return await asyncio.gather(*map(start, self.members))
 

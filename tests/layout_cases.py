@@ -12,7 +12,6 @@ import torch
 
 from replica.layout import Layout
 from replica.model_config import ModelConfig
-from replica.takeover import weight_bytes_after
 from replica.tensor_specs import tensor_specs
 from tests.checkpoints import Variant, write_checkpoint, write_fp8_checkpoint
 from tests.layout_driver import (
@@ -25,6 +24,7 @@ from tests.layout_driver import (
     make_script,
     run_in_threads,
 )
+from tests.planned_bytes import weight_bytes_after
 
 DEMO_MODEL: Final = Path(__file__).parents[1] / "deploy" / "models" / "tiny-moe"
 WORLDS: Final = (1, 2, 3, 4, 6, 8)

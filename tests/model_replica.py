@@ -1,4 +1,4 @@
-"""A replica's whole HTTP side, scheduler and step loop over the demo model itself, all in the test's own process."""
+"""A replica over the demo model itself, all in the test's own process."""
 
 from __future__ import annotations
 
@@ -11,22 +11,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from aiohttp import web
 
 from replica.api.chat import ChatTemplate
 from replica.api.served_model import ServedModel
-from replica.api.server import build_app
 from replica.config import ReplicaConfig
 from replica.frames import StepInput, StepOutput, decode, encode
 from replica.groups import Groups
 from replica.layout import Layout
-from replica.lifecycle import EngineState, Lifecycle
 from replica.model_config import ModelConfig
 from replica.sampler import sample
-from replica.scheduler import Scheduler
-from replica.step_clock import LocalClock
-from replica.step_loop import StepLoop
 from tests.commands import DEMO_MODEL
+from tests.served_replica import ServedReplica, served_replica
 from tests.step_driver import RankModel
 
 NUM_BLOCKS = 1024
@@ -58,25 +53,10 @@ class ModelExecutor:
 
 
 @dataclass(frozen=True)
-class ModelReplica:
-    """A running one."""
+class ModelReplica(ServedReplica):
+    """A running one, and its model."""
 
-    url: str
-    loop: StepLoop
-    model: ServedModel
     rank: RankModel
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for what the loop's changes bring about."""
-        changed = asyncio.Event()
-        unsubscribe = self.loop.subscribe(changed.set)
-        try:
-            async with asyncio.timeout(10):
-                while not condition():
-                    changed.clear()
-                    await changed.wait()
-        finally:
-            unsubscribe()
 
 
 @asynccontextmanager
@@ -100,39 +80,5 @@ async def model_replica(
     if chat_template is not None:
         model = dataclasses.replace(model, chat_template=ChatTemplate.compile({"default": chat_template}, {}))
     rank = RankModel(folder, Layout(), 0, num_blocks=num_blocks)
-    scheduler = Scheduler(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-        block_size=config.block_size,
-        max_prefill_tokens=config.max_prefill_tokens,
-        has_prefix_cache=not config.no_prefix_cache,
-    )
-    loop = StepLoop(
-        scheduler=scheduler,
-        executor=ModelExecutor(rank),
-        clock=LocalClock(),
-        max_waiting=config.max_waiting,
-        progress_deadline_s=60.0,
-        startup_timeout_s=60.0,
-    )
-    loop.add_blocks(num_blocks)
-    lifecycle = Lifecycle(state=EngineState.READY)
-    runner = web.AppRunner(
-        build_app(config=config, model=model, loop=loop, lifecycle=lifecycle),
-        handler_cancellation=True,
-        access_log=None,
-    )
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    running = asyncio.create_task(loop.run())
-    try:
-        served = ModelReplica(f"http://127.0.0.1:{port}", loop, model, rank)
-        yield served
-        assert not running.done(), running.exception()
-        await served.until(lambda: not loop.num_unfinished and loop.stats().free_blocks == num_blocks)
-    finally:
-        running.cancel()
-        await runner.cleanup()
+    async with served_replica(config, model, ModelExecutor(rank), num_blocks=num_blocks) as served:
+        yield ModelReplica(served.url, served.loop, served.model, rank)

@@ -1,7 +1,7 @@
--- Shows the master the commands that wait, and drops those that it says it has had.
+-- Shows the master the commands that wait, and drops those that it says are done.
 --
 -- KEYS  1 mastership hash   2 list of commands
--- ARGV  1 token   2 holder   3... entries that were received
+-- ARGV  1 token   2 holder   3... entries that are done
 -- Returns the other entries. Error FENCED where the token was replaced. Twice is once: what a lost reply carried
 -- is still here.
 local stored = redis.call('HMGET', KEYS[1], 'token', 'holder')

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.errors import JoinFailed, Superseded
-from coordinator.member import CONNECT_S, FIND_S, MAX_SILENCE_S, REDIAL_PAUSE_S, REDIAL_S
+from coordinator.member import CONNECT_S, FIND_S, LOOK_S, MAX_SILENCE_S, REDIAL_PAUSE_S, REDIAL_S
 from coordinator.member_state import MemberState
 from coordinator.messages import BEAT_INTERVAL_S, STOP, Accepted, Challenge, Hello, Refused, Release
 from coordinator.simulation.collectives import Collective, ProcessGroup
@@ -53,14 +53,13 @@ class Engine(Process):
         self.dp_rank = dp_rank
         self.place = place
         self.ranks = Process(group.world, f"ranks of member {dp_rank}")
-        self.state = MemberState(
-            silence_s=min(group.settings.progress_deadline_s, MAX_SILENCE_S), redial_s=group.redial_s
-        )
+        self.state = MemberState(silence_s=min(group.settings.progress_deadline_s, MAX_SILENCE_S), redial_s=LOOK_S)
         self.work = Work()
         self.stage = Stage.WAITING
         self.end_error: Exception | None = None
         self.committed_s = 0.0  # when it last committed a step
-        self.step_s = group.world.random.uniform(0.03, 0.12)
+        self.slow_downs_s: list[float] = []  # what a step takes at least, by each fault that slows it down now
+        self._usual_step_s = group.world.random.uniform(0.03, 0.12)
         self._group = group
         self._store = StoreClient(group.store, self, place)
         self._address = 0  # the place of the node whose master it knows
@@ -76,9 +75,14 @@ class Engine(Process):
     def start(self) -> None:
         """The process begins; it dials when it has loaded its weights."""
         world = self.world
-        self.every(BEAT_INTERVAL_S, self._tick, first_s=world.random.random() * BEAT_INTERVAL_S)
-        self.every(BEAT_INTERVAL_S, self._beat, first_s=world.random.random() * BEAT_INTERVAL_S)
+        self.every(lambda: self.state.beat_interval_s, self._tick, first_s=world.random.random() * BEAT_INTERVAL_S)
+        self.every(lambda: self.state.beat_interval_s, self._beat, first_s=world.random.random() * BEAT_INTERVAL_S)
         world.after(world.random.uniform(0.0, 0.5), self, self._dial)
+
+    @property
+    def step_s(self) -> float:
+        """How long a forward takes now."""
+        return max([self._usual_step_s, *self.slow_downs_s])
 
     def submit(self, request: Request) -> None:
         """A client's request comes."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from coordinator.clock import REJOIN_S
 from coordinator.simulation.settings import PROGRESS_DEADLINE_S, STORE_RESTORED_S
+from coordinator.store import LEASE_S
 
 if TYPE_CHECKING:
     from coordinator.simulation.engines import Engine
@@ -19,6 +21,7 @@ FIRST_S: Final = 1.0  # most groups have begun to step by then
 LAST_S: Final = 7.0  # the last fault begins by then, or follows from one that did
 MASTER_MISSED_S: Final = 5.0  # members look for their master for longer
 EARLY_ODDS: Final = 0.1
+BOTH_COMMIT_S: Final = (LEASE_S + REJOIN_S, LEASE_S + PROGRESS_DEADLINE_S)  # as well a master cut off as the next one
 SETTLED_S: Final = 6.0  # by then it is clear who goes on without whom
 FOR_GOOD_S: Final = 1000.0
 KINDS: Final = {  # every fault, with how often it is drawn
@@ -124,14 +127,15 @@ class Faults:
 
     def _slow_down(self) -> None:
         if engine := self._living():
-            usual_s, engine.step_s = engine.step_s, self._random.choice([0.4, 1.0, 3.0, 5.0])
+            slow_s = self._random.choice([0.4, 1.0, 3.0, 5.0])
+            engine.slow_downs_s.append(slow_s)
             # A step that takes less than the deadline hits nobody.
-            hit = {engine.dp_rank} if engine.step_s > PROGRESS_DEADLINE_S else set()
-            self._progress.fault(f"a step of {engine.name} takes {engine.step_s} s", hit=hit)
+            hit = {engine.dp_rank} if slow_s > PROGRESS_DEADLINE_S else set()
+            self._progress.fault(f"a step of {engine.name} takes {slow_s} s", hit=hit)
 
             def recover() -> None:
-                self._progress.fault(f"{engine.name} is as fast as it was")
-                engine.step_s = usual_s
+                engine.slow_downs_s.remove(slow_s)
+                self._progress.fault(f"a step of {engine.name} takes {engine.step_s:.2f} s again")
 
             self._at(self._random.uniform(1.0, 10.0), recover)
 
@@ -226,7 +230,7 @@ class Faults:
             return
         random, group = self._random, self._group
         place, from_store = random.choice(group.supervisors).place, random.random() < 0.5
-        for_s = random.choice([random.uniform(0.2, 8.0), FOR_GOOD_S])
+        for_s = random.choice([random.uniform(0.2, 8.0), random.uniform(*BOTH_COMMIT_S), FOR_GOOD_S])
         lost = {engine.dp_rank for engine in group.engines}
         master = self._master()
         if master is not None and for_s > SETTLED_S:  # else it depends on who notices what first

@@ -10,12 +10,11 @@ from coordinator.simulation.account import Account
 from coordinator.simulation.collectives import ProcessGroup
 from coordinator.simulation.engines import Engine
 from coordinator.simulation.progress import Progress
-from coordinator.simulation.settings import PROGRESS_DEADLINE_S, STARTUP_DEADLINE_S
+from coordinator.simulation.settings import PREFILL_DELAY_S, PROGRESS_DEADLINE_S, STARTUP_DEADLINE_S
 from coordinator.simulation.stores import StoreServer
 from coordinator.simulation.supervisors import Supervisor
 from coordinator.simulation.work import Request
 from coordinator.simulation.world import End, Network, Process, World
-from coordinator.store import LEASE_S
 
 if TYPE_CHECKING:
     from coordinator.simulation.faults import Points
@@ -40,9 +39,9 @@ class Group:
             config={"model": "m"},
             startup_deadline_s=STARTUP_DEADLINE_S,
             progress_deadline_s=PROGRESS_DEADLINE_S,
+            prefill_delay_s=PREFILL_DELAY_S,
             why_not=self.why_not,
         )
-        self.redial_s = LEASE_S + 3.0
         self.network = Network(world)
         self.store = StoreServer(world)
         self.account = Account(self)

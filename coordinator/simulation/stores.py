@@ -11,7 +11,7 @@ from typing import Any
 from coordinator.errors import CoordinatorError, Fenced, LeaseHeld, StoreUnavailable
 from coordinator.membership import CALL_S
 from coordinator.simulation.world import Process, World
-from coordinator.store import LEASE_S, Lease, MasterAddress, Record, View
+from coordinator.store import LEASE_S, Lease, MasterAddress, Record, View, split_address
 
 Answer = Callable[[Any], None]  # is given the result, or the error
 
@@ -73,7 +73,7 @@ class Mastership:
         return View(
             token=self.token,
             epoch=self.epoch,
-            committed_epoch=self.record.epoch if self.record else 0,
+            record=self.record,
             address=self.address,
             is_leased=self._leased(now_s) != 0,
             is_over=self.token > 0 and not self.holder,
@@ -88,6 +88,11 @@ class Mastership:
 
     def _leased(self, now_s: float) -> int:
         return self.lease if now_s < self.expires_s else 0
+
+
+def _address(view: View) -> MasterAddress:
+    host, port = split_address(view.address)
+    return MasterAddress(token=view.token, host=host, port=port)
 
 
 class StoreServer:
@@ -235,9 +240,7 @@ class StoreClient:
 
         def seen(result: Any) -> None:
             if isinstance(result, View):
-                host, _, port = result.address.rpartition(":")
-                is_leased = result.is_leased and port
-                result = MasterAddress(token=result.token, host=host, port=int(port)) if is_leased else None
+                result = _address(result) if result.is_leased else None
             answer(result)
 
         self._call("view", seen)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from coordinator.clock import Clock, Commit, Expel, Output, Phase
+from coordinator.clock import ENDED, Clock, Commit, Expel, Output, Phase
 from coordinator.errors import Fenced, JoinRefused, StoreUnavailable
 from coordinator.master import COMMIT_RETRY_S, RENEW_S
 from coordinator.messages import BEAT_INTERVAL_S, Accepted, Beat, Challenge, Hello, Refused
 from coordinator.simulation.stores import StoreClient
 from coordinator.simulation.world import End, Process
 from coordinator.standby import POLL_S, PROBE_S, LeaseWatch, Probe
-from coordinator.store import Lease, Record, View
+from coordinator.store import Lease, Record, View, split_address
 
 if TYPE_CHECKING:
     from coordinator.simulation.engines import Engine
     from coordinator.simulation.group import Group
 
 FOLLOW_S: Final = 0.005  # engines end so long after their supervisor
-ENDED: Final = (Phase.STOPPED, Phase.FAILED, Phase.DEPOSED)
 
 
 class Supervisor(Process):
@@ -90,10 +89,10 @@ class Supervisor(Process):
             self._watch.missed()
             self._look_again()
             return
-        host, _, _ = answer.address.partition(":")
-        if not host:
+        if not answer.address:
             self._probed(answer, [], Probe.SILENT)
             return
+        host, _ = split_address(answer.address)
         outcome: list[Probe] = []
         self.world.after(PROBE_S, self, self._probed, answer, outcome, Probe.SILENT)
         self._group.connect(self, int(host), partial(self._connected, answer, outcome))
@@ -113,8 +112,8 @@ class Supervisor(Process):
         if outcome or self.master is not None:
             return
         outcome.append(probe)
-        own_epoch = max(engine.state.told_epoch for engine in self.engines)  # also of those that have died
-        self._watch.saw(view, probe, own_epoch, self.world.now_s)
+        told_epoch = max(engine.state.told_epoch for engine in self.engines)  # also of those that have died
+        self._watch.saw(view, probe, told_epoch, self.world.now_s)
         claim = self._watch.claim(self.world.now_s)
         if claim is None:
             self._look_again()
@@ -161,7 +160,7 @@ class Master:
 
     def start(self) -> None:
         """Begins to beat, to renew and to serve."""
-        self._supervisor.every(BEAT_INTERVAL_S, self._tick, first_s=BEAT_INTERVAL_S)
+        self._supervisor.every(lambda: self.clock.beat_interval_s, self._tick, first_s=BEAT_INTERVAL_S)
         self._renew()
 
     def command(self, name: str) -> None:

@@ -88,11 +88,11 @@ class Process:
         except Died:
             return
 
-    def every(self, interval_s: float, action: Callable[[], None], first_s: float = 0.0) -> None:
+    def every(self, interval_s: Callable[[], float], action: Callable[[], None], first_s: float = 0.0) -> None:
         """Runs `action` at intervals for life. A frozen process does not catch up on those that it missed."""
 
         def again() -> None:
-            self.world.after(interval_s, self, again)
+            self.world.after(interval_s(), self, again)
             action()
 
         self.world.after(first_s, self, again)

@@ -29,7 +29,7 @@ from replica.api.served_model import ServedModel
 from replica.api.stop_strings import StopStrings
 from replica.api.tools import ToolSplitter
 from replica.config import ReplicaConfig
-from replica.errors import RequestError
+from replica.errors import RequestError, Unavailable
 from replica.request import OutputStream, Sequence
 from replica.step_loop import EngineStats
 
@@ -89,7 +89,11 @@ class Generation:
         choices = [self._choice(s, asked, prompt) for s, prompt in zip(sequences, prompts, strict=True)]
         writer = writer_for(choices)
         answer = Answer(choices=choices, event=event, abort=self._loop.abort)
-        self._loop.submit(sequences)
+        try:
+            self._loop.submit(sequences)
+        except Unavailable:
+            self._metrics.rejections.inc()
+            raise
         try:
             if options.stream:
                 return await self._stream(request, answer, writer)

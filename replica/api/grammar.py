@@ -1,7 +1,7 @@
 """Grammars that an answer must follow, by way of llguidance: its text -> a mask of allowed tokens for each step.
 
     response_format, tool_choice  ->  the text of a grammar (llguidance's Lark, with JSON schemas inside)
-    GrammarCompiler.compile       ->  tried in another process (grammar_check.py), then compiled here, in a thread
+    GrammarCompiler.compile       ->  tried in another process (grammar_checkers.py), then compiled here, in a thread
     Grammar.constraint            ->  one GrammarConstraint for each choice, which the step loop asks for masks
 
 A model that reasons does so first and freely; the grammar begins after `</think>`, and after the newlines that models
@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import json
 import re
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -22,18 +21,15 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from replica.api.grammar_checkers import GrammarCheckers
 from replica.api.reasoning import CLOSE, OPEN
 from replica.api.served_model import ServedModel
 from replica.api.tools import CLOSE as CALL_CLOSE
 from replica.api.tools import OPEN as CALL_OPEN
-from replica.errors import GrammarRefused, Unavailable
-from replica.process_tree import ignoring_signals
+from replica.errors import GrammarRefused
 from replica.request import ConstraintFailed
 
 MAX_GRAMMAR_CHARS: Final = 256 * 1024
-CHECK_DEADLINE_S: Final = 5.0
-START_DEADLINE_S: Final = 60.0  # of the checking process, which reads the vocabulary first
-MAX_CHECKS_WAITING: Final = 256
 NEWLINES_AFTER_REASONING: Final = 2
 MAX_KEPT: Final = 128  # compiled grammars, and refusals, that are remembered
 MAX_REASON_CHARS: Final = 300
@@ -41,6 +37,18 @@ LIMITS: Final = LLParserLimits(verbose_errors=False)  # a mask's work is bounded
 # In llguidance's errors: where in the grammar, and an excerpt of it. The grammar is ours, so a client knows neither.
 _PLACE: Final = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _EXCERPT: Final = re.compile(r"\n\s+\d+ \| .*", re.DOTALL)
+# What it says of the parts of JSON schema that it does not know -> the same with a remedy.
+_REMEDIES: Final = (
+    (
+        re.compile(r"Unimplemented keys: \[(.*)\]"),
+        r"\1: not supported in a schema that an answer must follow; leave it out, and check the answer for it",
+    ),
+    (
+        re.compile(r"oneOf constraints are not supported\..*", re.DOTALL),
+        "oneOf whose alternatives may hold at the same time is not supported; use anyOf",
+    ),
+    (re.compile(r"Unknown format: (.*)"), r"the format \1 is not supported; leave it out, or use a pattern"),
+)
 # No free white space: a model could go on with it for ever. The separators are what models have mostly read.
 SPACING: Final = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
@@ -191,6 +199,9 @@ def _reason(error: str) -> str:
     if error.startswith("NoExtensionBias"):
         return "no value follows it"
     said = _EXCERPT.sub("", _PLACE.sub("", error)).removesuffix("<non-verbose/>").strip()
+    for pattern, remedy in _REMEDIES:
+        if found := pattern.fullmatch(said):
+            said = found.expand(remedy)
     return said[:MAX_REASON_CHARS]
 
 
@@ -199,10 +210,9 @@ class GrammarCompiler:
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._checker: asyncio.subprocess.Process | None = None
-        self._lock = asyncio.Lock()  # of the checking process
-        self._num_waiting = 0
+        self._checkers = GrammarCheckers(lambda: Vocabulary.of(model).to_json())
         self._tokenizer: LLTokenizer | None = None
+        self._making_tokenizer = asyncio.Lock()
         self._known: OrderedDict[str, Grammar | str] = OrderedDict()  # by digest; a text is why it was refused
 
     async def compile(self, text: str, *, param: str) -> Grammar:
@@ -210,71 +220,31 @@ class GrammarCompiler:
         if len(text) > MAX_GRAMMAR_CHARS:
             raise GrammarRefused(f"the schema has {len(text)} characters, limit is {MAX_GRAMMAR_CHARS}", param=param)
         key = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-        known = self._known.get(key)
-        if known is None:
-            made = await self._compile(text)
-            known = self._known[key] = _reason(made) if isinstance(made, str) else made
-            while len(self._known) > MAX_KEPT:
-                self._known.popitem(last=False)
+        if key not in self._known:
+            async with self._checkers.turn():
+                if key not in self._known:  # another request may have asked for the same meanwhile
+                    self._remember(key, await self._compile(text))
+        known = self._known[key]
         self._known.move_to_end(key)
         if isinstance(known, str):
             raise GrammarRefused(f"the schema cannot be used: {known}", param=param)
         return known
 
     async def close(self) -> None:
-        """Ends the checking process."""
-        checker, self._checker = self._checker, None
-        if checker is not None:
-            if checker.returncode is None:
-                checker.kill()
-            await checker.wait()
+        """Ends the processes that try grammars."""
+        await self._checkers.close()
+
+    def _remember(self, key: str, made: Grammar | str) -> None:
+        self._known[key] = _reason(made) if isinstance(made, str) else made
+        while len(self._known) > MAX_KEPT:
+            self._known.popitem(last=False)
 
     async def _compile(self, text: str) -> Grammar | str:
-        if self._num_waiting >= MAX_CHECKS_WAITING:
-            raise Unavailable(f"{self._num_waiting} grammars wait to be compiled")
-        self._num_waiting += 1
-        try:
-            async with self._lock:
-                error = await self._check(text)
-                if error:
-                    return error
-                if self._tokenizer is None:
-                    self._tokenizer = await asyncio.to_thread(Vocabulary.of(self._model).tokenizer)
-                matcher = await asyncio.to_thread(new_matcher, self._tokenizer, text, LIMITS)
-        finally:
-            self._num_waiting -= 1
+        async with self._making_tokenizer:
+            if self._tokenizer is None:
+                self._tokenizer = await asyncio.to_thread(Vocabulary.of(self._model).tokenizer)
+        error = await self._checkers.check(text)
+        if error:
+            return error
+        matcher = await asyncio.to_thread(new_matcher, self._tokenizer, text, LIMITS)
         return matcher.get_error() or Grammar(matcher, self._model)
-
-    async def _check(self, text: str) -> str:
-        """What is wrong with the grammar, said by the other process; it is killed when it is not ready in time."""
-        is_answered = False
-        try:
-            checker = await self._started_checker()
-            assert checker.stdin is not None and checker.stdout is not None
-            async with asyncio.timeout(CHECK_DEADLINE_S):
-                checker.stdin.write(json.dumps(text).encode() + b"\n")
-                await checker.stdin.drain()
-                line = await checker.stdout.readline()
-            is_answered = bool(line)
-            return str(json.loads(line)) if line else "compiling it takes too much memory"
-        except TimeoutError:
-            return f"compiling it takes more than {CHECK_DEADLINE_S:g} s"
-        except ConnectionError:
-            return "compiling it takes too much memory"
-        finally:
-            if not is_answered:
-                await self.close()
-
-    async def _started_checker(self) -> asyncio.subprocess.Process:
-        if self._checker is None:
-            pipe = asyncio.subprocess.PIPE
-            self._checker = await asyncio.create_subprocess_exec(
-                *ignoring_signals((sys.executable, "-m", "replica.api.grammar_check")), stdin=pipe, stdout=pipe
-            )
-            assert self._checker.stdin is not None and self._checker.stdout is not None
-            async with asyncio.timeout(START_DEADLINE_S):
-                self._checker.stdin.write(Vocabulary.of(self._model).to_json().encode() + b"\n")
-                self._checker.stdin.write(json.dumps('start: "a"').encode() + b"\n")
-                await self._checker.stdin.drain()
-                await self._checker.stdout.readline()
-        return self._checker

@@ -5,11 +5,12 @@ Every series has the labels `model_name` and `engine` (the dp rank), as vLLM's d
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -32,6 +33,8 @@ LATENCY_S: Final = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+BETWEEN_TOKENS: Final = "vllm:inter_token_latency_seconds"
+OLDER_BETWEEN_TOKENS: Final = "vllm:time_per_output_token_seconds"  # as dashboards of former releases call it
 TOKENS: Final = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 CHOICES: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
 
@@ -69,12 +72,24 @@ class Metrics:
             "vllm:prompt_tokens_cached", "Of these, tokens that the KV cache had already."
         ).labels(**labels)
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(**labels)
+        by_source = counter("vllm:prompt_tokens_by_source", "Tokens of prompts, by where their KV is from.", "source")
+        self.prompt_tokens_computed, self.prompt_tokens_found = (
+            by_source.labels(**labels, source=source) for source in ("local_compute", "local_cache_hit")
+        )
+        rejections = counter(
+            "vllm:admission_rejections", "Requests refused because too many wait, by the option that says so.", "reason"
+        )
+        self.rejections = rejections.labels(**labels, reason="max_waiting")
         self._success = counter(
             "vllm:request_success", "Ended requests, by the reason of their end.", "finished_reason"
         )
         self._http = counter("lockstep_http_requests", "Answered HTTP requests.", "path", "status")
+        tasks = Gauge("lockstep_tasks", "Tasks of the engine's event loop.", LABELS, registry=self.registry)
+        tasks.labels(**labels).set_function(_num_tasks)
         self.first_token = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S)
-        self.between_tokens = histogram("vllm:inter_token_latency_seconds", "Between tokens.", BETWEEN_TOKENS_S)
+        between = Histogram(BETWEEN_TOKENS, "Between tokens.", LABELS, buckets=BETWEEN_TOKENS_S, registry=self.registry)
+        self.between_tokens = between.labels(**labels)
+        self.registry.register(_OlderName(between))
         self.per_token = histogram(
             "vllm:request_time_per_output_token_seconds", "A request's mean time between tokens.", BETWEEN_TOKENS_S
         )
@@ -97,8 +112,12 @@ class Metrics:
         self._http.labels(**self._labels, path=path, status=str(status)).inc()
 
     def text(self) -> bytes:
-        """The exposition of all series."""
+        """The exposition of all series. To be called on the event loop, whose tasks are counted."""
         return generate_latest(self.registry)
+
+
+def _num_tasks() -> int:
+    return len(asyncio.all_tasks())
 
 
 class ChoiceTimes:
@@ -122,8 +141,11 @@ class ChoiceTimes:
         else:
             self._first_s = now_s
             metrics.first_token.observe(now_s - sequence.arrived_s)
+            num_cached = sequence.num_cached or 0
             metrics.prompt_tokens.inc(len(sequence.prompt_ids))
-            metrics.prompt_tokens_cached.inc(sequence.num_cached or 0)
+            metrics.prompt_tokens_cached.inc(num_cached)
+            metrics.prompt_tokens_found.inc(num_cached)
+            metrics.prompt_tokens_computed.inc(len(sequence.prompt_ids) - num_cached)
         self._last_s = now_s
         self._num_tokens += num_tokens
         metrics.generation_tokens.inc(num_tokens)
@@ -162,9 +184,9 @@ class _LoadCollector(Collector):
         used = stats.total_blocks - stats.free_blocks
         yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", stats.running)
         yield self._gauge("vllm:num_requests_waiting", "Sequences not started.", stats.waiting)
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used / max(1, stats.total_blocks)
-        )
+        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # the second one for older dashboards
+            share = used / max(1, stats.total_blocks)
+            yield self._gauge(f"vllm:{name}", "Share of KV blocks in use, 0 to 1.", share)
         waits = GaugeMetricFamily(
             "vllm:num_requests_waiting_by_reason",
             "Sequences not started, by what they wait for.",
@@ -222,3 +244,18 @@ class _LoadCollector(Collector):
         counter = CounterMetricFamily(name, text, labels=LABELS)
         counter.add_metric(list(self._labels.values()), value)
         return counter
+
+
+class _OlderName(Collector):
+    """The times between tokens once more, so that they need to be observed only once."""
+
+    def __init__(self, between_tokens: Histogram) -> None:
+        self._between_tokens = between_tokens
+
+    def collect(self) -> Iterator[Metric]:
+        """The same samples."""
+        for metric in self._between_tokens.collect():
+            older = Metric(OLDER_BETWEEN_TOKENS, metric.documentation, metric.type)
+            for sample in metric.samples:
+                older.samples.append(sample._replace(name=sample.name.replace(BETWEEN_TOKENS, OLDER_BETWEEN_TOKENS)))
+            yield older

@@ -4,7 +4,8 @@
 
 Starts `replica serve` with the demo model as dp 2 x tp 4, all on this machine. Prints a table and, as the last line,
 JSON. The wake is measured by the replica itself: from a request's arrival to the release of its first step, while the
-same engine encodes a prompt of 100,000 tokens, and again without.
+same engine encodes a prompt of 100,000 tokens, and again without. A copy of the model claims a context just so long
+that such a prompt is encoded before it is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import statistics
 import sys
 import tempfile
@@ -25,11 +27,12 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.commands import Command, Commands
+from tests.commands import DEMO_MODEL, Command, Commands
 
 MODEL: Final = "tiny-moe"
 LONG_PROMPT: Final = "7 + 5 = ? " * 25_000  # at least 100,000 tokens, which is checked
 LONG_TOKENS: Final = 100_000
+CONTEXT: Final = 32_768  # tokens; a prompt that cannot fit is refused unencoded, so this is over its characters / 16
 LOAD_S: Final = 10.0
 LOAD_STREAMS: Final = 16
 WAIT_BAR, PARKED_BAR, WAKE_BAR_S = 0.02, 0.01, 0.005
@@ -64,6 +67,14 @@ async def wait_share(session: aiohttp.ClientSession, urls: list[str]) -> float:
     after = [sum([await metric(session, url, name) for url in urls]) for name in names]
     wait_s, forward_s = (b - a for a, b in zip(before, after, strict=True))
     return wait_s / forward_s
+
+
+def long_context_model(folder: Path) -> Path:
+    """The demo model, claiming a context of CONTEXT tokens."""
+    model = shutil.copytree(DEMO_MODEL, folder / MODEL)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    return model
 
 
 def cpu_seconds(pids: list[int]) -> dict[int, float]:
@@ -107,7 +118,8 @@ async def measure(group: Command, parked_s: float, num_wakes: int) -> dict[str, 
     urls = group.urls
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        async with session.post(f"{urls[0]}/tokenize", json={"model": MODEL, "prompt": LONG_PROMPT}) as answer:
+        body = {"model": MODEL, "prompt": LONG_PROMPT}
+        async with session.post(f"{urls[0]}/tokenize", json=body) as answer:
             told = await answer.json()
         num_tokens = told.get("count", 0)
         assert num_tokens >= LONG_TOKENS, f"the long prompt has {num_tokens} tokens: {told}"
@@ -135,7 +147,8 @@ def main() -> int:
     parser.add_argument("--wakes", type=int, default=20)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Commands(Path(folder)) as commands:
-        group = commands.group("--port", "0", "--max-body-mb", "8", dp=2, tp=4)
+        model = long_context_model(Path(folder))
+        group = commands.group("--port", "0", "--max-body-mb", "8", dp=2, tp=4, model=model)
         figures = asyncio.run(measure(group, args.parked_s, args.wakes))
     bars = {
         "wait_share": WAIT_BAR,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import uvloop
 
-from coordinator.clock import ClockSettings
 from coordinator.master import Master, bind
 from coordinator.member import Member
 from coordinator.messages import STOP, Hello
+from tests.clock_driver import make_settings
 
 Times = tuple[list[float], list[float]]  # seconds at which each step was arrived for, and agreed on
 
@@ -28,7 +28,7 @@ def serve_clock(size: int, pipe: Connection) -> None:
     """The master, in a process of its own, as in life. Sends its port first."""
 
     async def serve() -> None:
-        master = Master(ClockSettings(group="bench", size=size, config=CONFIG, startup_deadline_s=60.0), SECRET)
+        master = Master(make_settings(size, group="bench", config=CONFIG), SECRET)
         listener = await bind("127.0.0.1", 0)
         await master.start(listener)
         pipe.send(listener.getsockname()[1])

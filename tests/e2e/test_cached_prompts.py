@@ -110,6 +110,8 @@ async def test_metrics_tell_of_the_cache_by_vllm_s_names() -> None:
             text = await response.text()
     assert found["vllm:prefix_cache_queries_total"] == found["vllm:prompt_tokens_total"] == 80
     assert found["vllm:prefix_cache_hits_total"] == found["vllm:prompt_tokens_cached_total"] == 32
+    by_source = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny-moe",source="local_%s"} %.1f'
+    assert by_source % ("compute", 48) in text and by_source % ("cache_hit", 32) in text
     assert found["vllm:num_preemptions_total"] == found["vllm:kv_cache_usage_perc"] == 0
     assert (found["vllm:iteration_tokens_total_count"], found["vllm:iteration_tokens_total_sum"]) == (6, 40 + 8 + 4)
     buckets = [line.split()[-1] for line in text.splitlines() if "iteration_tokens_total_bucket" in line]

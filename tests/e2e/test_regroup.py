@@ -17,10 +17,10 @@ import pytest_asyncio
 from replica.errors import CollectiveFailed, WorkerFailed
 from replica.frames import Init, StepInput
 from replica.model_config import ModelConfig
-from replica.takeover import weight_bytes_after
 from replica.tensor_specs import tensor_specs
 from tests.commands import wait_until
 from tests.executor_group import ExecutorGroup
+from tests.planned_bytes import weight_bytes_after
 from tests.step_driver import BLOCK_SIZE, Driven, StepDriver, make_frame
 
 DEMO_MODEL: Final = Path(__file__).parents[2] / "deploy" / "models" / "tiny-moe"

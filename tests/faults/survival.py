@@ -187,6 +187,11 @@ def wait_for_line(group: Group, text: str) -> None:
         assert time.monotonic() < deadline_s, f"not within {NOTICED_S} s: {text}"
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that it has started and that are left."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _stat(int(name))[1] == str(pid)]
+
+
 def replicas_of(command: Command) -> list[Replica]:
     """The replicas that a command has started and that are ready, in the order in which they became so."""
     workers = {pid: int(_stat(pid)[1]) for pid in command.pids_of("replica.worker")}

@@ -9,7 +9,7 @@ import pytest
 from coordinator.store import LEASE_S
 from tests.commands import BIN, DEMO_MODEL, READY_TIMEOUT_S, Command, Commands, free_port, wait_until
 from tests.faults.networks import Network
-from tests.faults.survival import ROUNDS, TIMEOUT_S, Group, kill, under_load, wait_gone
+from tests.faults.survival import NOTICED_S, ROUNDS, TIMEOUT_S, Group, kill, stopped, under_load, wait_gone
 from tests.redis_server import redis_server
 
 DEADLINE_S = 2.0
@@ -63,6 +63,29 @@ def test_the_other_machine_takes_over_when_the_one_with_the_master_is_lost(
         assert "taking over as master" in nodes[1].log()
         assert last.group()["epoch"] == 2
         assert nodes[1].stop() == 0
+
+
+def test_a_machine_that_loses_its_replica_just_when_the_master_freezes_serves_the_clock_of_the_other(
+    commands: Commands, tmp_path: Path, round_: int
+) -> None:
+    with redis_server(tmp_path) as redis:
+        master = f"127.0.0.1:{free_port()}"
+        hosts = ("127.0.0.1", "127.0.0.2")
+        nodes = [
+            start_node(commands, rank, host=host, master=master, redis_url=redis.url) for rank, host in enumerate(hosts)
+        ]
+        group = both_ready(nodes)
+        last, lost = group.replicas
+        with under_load(group) as load:
+            with stopped(nodes[0].process.pid):
+                kill(*lost.pids)
+                load.check_survivors("loss of a replica and of the master", [lost], limit_s=2 * LEASE_S + 1.0)
+            load.check_lost([lost])
+        assert "taking over as master" in nodes[1].log()
+        wait_until(lambda: "this master is deposed" in nodes[0].log(), "the end of the first mastership", NOTICED_S)
+        assert last.ask() == 200
+        assert nodes[0].stop() == 0
+        assert nodes[1].process.wait(READY_TIMEOUT_S) == 1, "it has lost its replicas, and nobody needs its clock now"
 
 
 @pytest.mark.parametrize("cut_off", CUTS if len(ROUNDS) > 1 else CUTS[:1])

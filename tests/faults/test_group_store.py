@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from coordinator.private_redis import FROZEN_S
 from tests.commands import READY_TIMEOUT_S, Commands, wait_until
-from tests.faults.survival import NOTICED_S, ROUNDS, TIMEOUT_S, Group, Load, kill, under_load
+from tests.faults.survival import (
+    CRASH_PAUSE_S,
+    NOTICED_S,
+    ROUNDS,
+    TIMEOUT_S,
+    Group,
+    Load,
+    children_of,
+    kill,
+    under_load,
+)
 from tests.redis_server import RedisServer, redis_server
 
 FREEZE_S = 10.0
@@ -64,6 +77,27 @@ def test_serving_does_not_pause_whatever_happens_to_redis_and_a_death_without_it
         assert errors and all("the new membership could not be committed within 3 s" in str(e) for e in errors)
         redis.start()
         wait_until(lambda: group.log().count("replica ready") == 6, "the second life of all", READY_TIMEOUT_S)
+
+
+def test_a_private_redis_that_is_frozen_for_good_is_replaced_and_members_may_be_lost_again(
+    commands: Commands, round_: int
+) -> None:
+    group = Group.start(commands)
+    redis_pid = private_redis(group)
+    with under_load(group) as load:
+        os.kill(redis_pid, signal.SIGSTOP)
+        kill(group.replicas[0].engine_pid)  # whose eviction must wait for the next Redis
+        load.check_survivors("loss of a replica without a store", group.replicas[:1], limit_s=FROZEN_S + CRASH_PAUSE_S)
+        load.check_lost(group.replicas[:1])
+    assert private_redis(group) != redis_pid
+    assert "private Redis is frozen, it is replaced" in group.log()
+
+
+def private_redis(group: Group) -> int:
+    """The process id of the Redis that the group's command runs for itself."""
+    (command,) = group.commands
+    (pid,) = [pid for pid in children_of(command.process.pid) if "redis" in Path(f"/proc/{pid}/comm").read_text()]
+    return pid
 
 
 def check_unpaused(group: Group, load: Load, what: str) -> None:

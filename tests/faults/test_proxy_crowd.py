@@ -1,6 +1,6 @@
 """A real `proxy serve` process under crowds: thousands of idle and streaming clients, replicas killed all the time.
 
-CYCLES sets how many replicas are killed (`make crowd-proxy`: a thousand).
+CYCLES sets how many replicas are killed (`make crowd`: a thousand).
 """
 
 from __future__ import annotations

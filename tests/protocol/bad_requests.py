@@ -112,6 +112,24 @@ BAD_CHATS: Final[list[tuple[dict[str, Any], str]]] = [
         json_schema({"type": "integer", "minimum": 5, "maximum": 3}),
         NO_SCHEMA + "Unsatisfiable schema: minimum (5) is greater than maximum (3)",
     ),
+    (
+        json_schema({"type": "array", "uniqueItems": True}),
+        NO_SCHEMA + '"uniqueItems": not supported in a schema that an answer must follow; leave it out, and check the '
+        "answer for it",
+    ),
+    (
+        json_schema({"properties": {"a": {"if": {"type": "string"}, "then": {"not": {"const": "b"}}}}}),
+        NO_SCHEMA + '"if", "then": not supported in a schema that an answer must follow; leave it out, and check the '
+        "answer for it",
+    ),
+    (
+        json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+        NO_SCHEMA + "oneOf whose alternatives may hold at the same time is not supported; use anyOf",
+    ),
+    (
+        json_schema({"type": "string", "format": "roman"}),
+        NO_SCHEMA + "the format roman is not supported; leave it out, or use a pattern",
+    ),
     (json_schema({"enum": []}), NO_SCHEMA + "Unsatisfiable schema: anyOf is empty"),
     (
         json_schema({"type": "string", "pattern": "(?=a)b"}),

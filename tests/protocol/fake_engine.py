@@ -1,9 +1,9 @@
 """An engine without a replica, for tests of the supervisor: `fake_engine.py NOTES PLAN... SUPERVISOR_FD`.
 
 There is one PLAN for each replica of a group, and {dp_rank} in NOTES becomes its own. A PLAN holds one word per life:
-`ready-N` is ready and ends with status N, once the others of its group have begun as many lives, `early-N` ends before,
-`failed-N` says first that the group has failed; `serve` is ready and stops when asked, `stubborn` is not to be stopped.
-NOTES is the file to which each life adds a line.
+`ready-N` is ready, in epoch 1, and ends with status N once the others of its group have begun as many lives, `early-N`
+ends before, `failed-N` says first that the group has failed; `serve` is ready and stops when asked, `stubborn` is not
+to be stopped. NOTES is the file to which each life adds a line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
         file.write(f"{time.monotonic()} {config.model} {config.api_key or '-'} {group}\n")
     word, _, status = plan[num_lives].partition("-")
     if word != "early":
-        os.write(fd, b"ready\n")
+        os.write(fd, b"epoch 1\nready\n")
     if word in ("ready", "failed"):
         wait_for_others(num_lives + 1, config)
     if word == "failed":

@@ -14,7 +14,8 @@ from aiohttp import ClientSession
 
 from replica.api.grammar import LIMITS, GrammarCompiler, Vocabulary, json_rules, new_matcher
 from replica.api.grammar_check import complaint
-from replica.errors import GrammarRefused
+from replica.api.grammar_checkers import GrammarCheckers
+from replica.errors import GrammarRefused, Unavailable
 from tests.probed_replica import probed_replica
 from tests.protocol.bad_requests import (
     BAD_BODIES,
@@ -107,10 +108,10 @@ async def test_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(mo
     slow = "start: value\n" + json_rules("value", {"properties": {f"p{i}": {"type": "string"} for i in range(4000)}})
     try:
         await compiler.compile(quick, param="p")  # the checking process runs now
-        monkeypatch.setattr("replica.api.grammar.CHECK_DEADLINE_S", 0.05)
+        monkeypatch.setattr("replica.api.grammar_checkers.CHECK_DEADLINE_S", 0.05)
         with pytest.raises(GrammarRefused, match=r"^the schema cannot be used: compiling it takes more than 0\.05 s$"):
             await compiler.compile(slow, param="p")
-        monkeypatch.setattr("replica.api.grammar.CHECK_DEADLINE_S", 20.0)
+        monkeypatch.setattr("replica.api.grammar_checkers.CHECK_DEADLINE_S", 20.0)
         with pytest.raises(GrammarRefused, match="takes more than"):  # it is remembered, and costs nothing now
             await compiler.compile(slow, param="p")
         await compiler.compile(quick.replace("integer", "string"), param="p")
@@ -134,14 +135,50 @@ async def test_checking_process_that_dies_is_replaced() -> None:
     compiler = GrammarCompiler(MODEL)
     try:
         await compiler.compile("start: value\n" + json_rules("value", {"type": "integer"}), param="p")
-        assert compiler._checker is not None
-        compiler._checker.kill()
-        await compiler._checker.wait()
+        (checker,) = compiler._checkers._all
+        checker.kill()
+        await checker.wait()
         with pytest.raises(GrammarRefused, match="too much memory"):
             await compiler.compile("start: value\n" + json_rules("value", {"type": "string"}), param="p")
         await compiler.compile("start: value\n" + json_rules("value", {"type": "boolean"}), param="p")
     finally:
         await compiler.close()
+
+
+async def test_grammars_are_tried_side_by_side_and_one_that_many_ask_for_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
+    compiler = GrammarCompiler(MODEL)
+    slow = "start: value\n" + json_rules("value", {"properties": {f"p{i}": {"type": "string"} for i in range(4000)}})
+    quick = "start: value\n" + json_rules("value", {"type": "integer"})
+    try:
+        await compiler.compile(quick.replace("integer", "string"), param="p")
+        assert len(compiler._checkers._all) == 1
+        async with asyncio.TaskGroup() as tasks:
+            hard = tasks.create_task(compiler.compile(slow, param="p"))
+            await asyncio.sleep(0)
+            made = await asyncio.gather(*(compiler.compile(quick, param="p") for _ in range(9)))
+            assert not hard.done(), "the others did not wait for it"
+        assert len({id(grammar) for grammar in made}) <= 2  # of those that began before it was known
+        assert len(compiler._checkers._all) == 3
+    finally:
+        await compiler.close()
+    assert not compiler._checkers._all
+
+
+async def test_grammars_that_wait_too_long_or_in_too_great_number_are_to_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
+    monkeypatch.setattr("replica.api.grammar_checkers.WAIT_DEADLINE_S", 0.05)
+    checkers = GrammarCheckers(lambda: "")
+    async with checkers.turn():
+        with pytest.raises(Unavailable, match=r"^other grammars were compiled for 0\.05 s$"):
+            await checkers.turn().__aenter__()
+        monkeypatch.setattr("replica.api.grammar_checkers.MAX_WAITING", 0)
+        with pytest.raises(Unavailable, match=r"^0 grammars wait to be compiled$"):
+            await checkers.turn().__aenter__()
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ import pytest
 import uvloop
 
 from coordinator import member as member_module
-from coordinator.clock import ClockSettings, Phase
+from coordinator.clock import Phase
 from coordinator.errors import Evicted, GroupFailed, JoinFailed, JoinRefused, MasterLost, Superseded
 from coordinator.handshake import new_challenge
 from coordinator.master import Master, bind
 from coordinator.member import Member
 from coordinator.messages import STOP, Accepted, Message, Reconfigure, encode
-from tests.clock_driver import CONFIG, make_hello
+from tests.clock_driver import CONFIG, make_hello, make_settings
 
 SECRET = b"0123456789abcdef"
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def make_member(port: int, dp_rank: int, *, secret: bytes = SECRET, **settings: 
 async def serving(size: int = 2, **settings: Any) -> AsyncIterator[tuple[Master, int, asyncio.Task[None]]]:
     """A master, its port, and the task that runs it, which the test may await for the verdict."""
     limits = {"startup_deadline_s": 5.0, "progress_deadline_s": 2.0, **settings}
-    master = Master(ClockSettings(group="g", size=size, config=CONFIG, **limits), SECRET)
+    master = Master(make_settings(size, **limits), SECRET)
     listener = await bind("127.0.0.1", 0)
     await master.start(listener)
     port = listener.getsockname()[1]
@@ -416,7 +416,7 @@ async def test_a_master_that_starts_later_is_found() -> None:
     member = make_member(port, 0)
     joining = asyncio.ensure_future(member.join())
     await asyncio.sleep(0.2)
-    master = Master(ClockSettings(group="g", size=1, config=CONFIG), SECRET)
+    master = Master(make_settings(1), SECRET)
     await master.start(await bind("127.0.0.1", port))
     async with asyncio.timeout(3.0):
         await joining
@@ -455,12 +455,11 @@ async def test_a_master_that_is_not_the_groups_or_of_another_version_is_not_foll
 
 MASTER_PROGRAM = """
 import asyncio, sys
-from coordinator.clock import ClockSettings
 from coordinator.master import Master, bind
-from tests.clock_driver import CONFIG
+from tests.clock_driver import make_settings
 
 async def serve():
-    master = Master(ClockSettings(group="g", size=1, config=CONFIG), b"0123456789abcdef")
+    master = Master(make_settings(1), b"0123456789abcdef")
     listener = await bind("127.0.0.1", 0)
     await master.start(listener)
     print(listener.getsockname()[1], flush=True)

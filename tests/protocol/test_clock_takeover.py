@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 import pytest
@@ -58,7 +58,7 @@ class MemoryStore:
     async def view(self) -> View:
         raise NotImplementedError
 
-    async def commands(self) -> list[str]:
+    async def commands(self, pending: Collection[str]) -> list[str]:
         taken, self.waiting = self.waiting, []
         return taken
 

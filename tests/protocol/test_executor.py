@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ import uvloop
 
 from replica import rank_board
 from replica.errors import CheckpointError, CollectiveFailed, WorkerFailed
-from replica.executor import Exchange, RankExecutor, Regrouped, own_blobs
+from replica.executor import Exchange, RankExecutor, Regrouped
 from replica.executor_mp import LocalRanks
 from replica.frames import Init, Progress, StepInput
 from replica.rank_board import RankBoard
@@ -254,6 +253,11 @@ def test_a_worker_killed_with_a_step_unread_is_a_failed_worker_and_the_executor_
         runner.run(run())
 
 
+async def own_blobs(blobs: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """The exchange of a replica that is a whole group."""
+    return blobs
+
+
 async def regroup(
     executor: RankExecutor, epoch: int, exchange: Exchange = own_blobs, timeout_s: float = 20.0
 ) -> Regrouped:
@@ -284,15 +288,6 @@ async def test_ranks_exchange_their_blobs_and_the_slowest_reload_and_the_most_by
 async def superseded(blobs: tuple[bytes, ...]) -> tuple[bytes, ...]:
     """An exchange that is called off."""
     raise LookupError("a newer epoch")
-
-
-async def test_ranks_are_connected_at_the_start_unless_there_is_no_exchange() -> None:
-    init = replace(INIT, attn_tp=2, mlp_tp=2, moe_tp=2)
-    async with executor_of("works", num_ranks=2) as executor:
-        assert (await executor.start(init, timeout_s=20, exchange=None)).num_blocks == 5
-    async with executor_of("works", num_ranks=2) as executor:
-        with pytest.raises(LookupError):
-            await executor.start(init, timeout_s=20, exchange=superseded)
 
 
 @pytest.mark.parametrize("mode", ["aborts on rank 1", "waits on rank 0"])

@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import keys, standby
 from coordinator.errors import GroupFailed
 from coordinator.member import Member
+from coordinator.membership import Membership
 from coordinator.messages import Hello
+from coordinator.store import Record
 from replica.config import ReplicaConfig
 from replica.errors import ConfigError
 from replica.group_master import GroupMaster
 from replica.layout import Layout
+from tests.clock_driver import make_settings
+from tests.commands import free_port
 from tests.redis_server import RedisServer, redis_server
 
 SECRET = "a secret of the group"
@@ -38,7 +43,12 @@ class Served:
         self.failures: list[str] = []
         self.config = config
         self.master = GroupMaster(
-            config, {}, why_not=lambda members: "", own_epoch=lambda: 0, on_failed=self._note_failure
+            config,
+            {},
+            why_not=lambda members: "",
+            told_epoch=lambda: 0,
+            has_members=lambda: False,
+            on_failed=self._note_failure,
         )
 
     def _note_failure(self) -> None:
@@ -118,6 +128,66 @@ async def test_without_a_redis_one_of_its_own_is_started_and_gone_at_the_end() -
     async with served(CONFIG) as serving, both_joined(serving.config, "any"):
         assert serving.master._redis is not None and serving.master._redis.pid is not None
     assert serving.master._redis.pid is None
+
+
+async def test_garbage_under_the_group_s_name_is_a_bad_setting(redis: RedisServer) -> None:
+    redis.call("HSET", keys.mastership("g"), "token", "1", "holder", "x", "address", "nowhere")
+    redis.call("SET", keys.lease("g"), "1")
+    told = r"lockstep:\{g\}:mastership has address 'nowhere', which no group has written: delete this key, or .*-group"
+    with pytest.raises(ConfigError, match=told):
+        async with served(replace(CONFIG, redis_url=redis.url)):
+            pass
+
+
+async def stored(redis: RedisServer, *, config_hash: str, is_over: bool = False) -> None:
+    """What a group of this name has left behind."""
+    store = Membership.at(redis.url, "g")
+    lease = await store.take_lease(holder="x", address="10.0.0.9:7", seen_token=0, seen_epoch=4)
+    await store.commit(lease.token, Record(epoch=5, members=(0, 1, 2), evicted=(), config_hash=config_hash))
+    if is_over:
+        await store.release(lease.token)
+    else:
+        redis.call("DEL", keys.lease("g"))
+    await store.close()
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+async def test_a_group_under_whose_name_another_configuration_was_lost_is_refused(
+    redis: RedisServer, node_rank: int
+) -> None:
+    await stored(redis, config_hash="c0ffee" * 10)
+    layout = Layout.resolve(dp=2, tp=2, nnodes=2)
+    config = replace(CONFIG, redis_url=redis.url, layout=layout, node_rank=node_rank, master_port=free_port())
+    told = (
+        r"--group is 'g', .* another group: its configuration has the hash c0ffeec0ffee, this one's [0-9a-f]{12}; "
+        r"it was last in epoch 5 with 3 replicas, its master at 10\.0\.0\.9:7; take another --group, or delete the key "
+        r"lockstep:\{g\}:mastership if"
+    )
+    with pytest.raises(ConfigError, match=told):
+        async with served(config):
+            pass
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_a_group_of_the_same_configuration_goes_on_above_what_it_has_left(
+    redis: RedisServer, is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "LEASE_S", 0.1)  # for which a standby has the first right
+    await stored(redis, config_hash=make_settings(config={}).config_hash, is_over=is_over)
+    async with (
+        served(replace(CONFIG, redis_url=redis.url)) as serving,
+        both_joined(serving.config, "new") as (_, epoch),
+    ):
+        assert epoch > 5
+
+
+async def test_the_name_of_a_group_that_has_ended_well_is_free_for_another_configuration(redis: RedisServer) -> None:
+    await stored(redis, config_hash="c0ffee" * 10, is_over=True)
+    async with (
+        served(replace(CONFIG, redis_url=redis.url)) as serving,
+        both_joined(serving.config, "new") as (_, epoch),
+    ):
+        assert epoch > 5
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "http://127.0.0.1:6379"])

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from replica import supervisor
+from coordinator.membership import Membership
+from coordinator.store import Record
+from replica import group_master, supervisor
 from replica.config import ReplicaConfig
 from replica.errors import ConfigError
 from replica.layout import Layout
 from replica.supervisor import Supervisor
+from tests.clock_driver import make_settings
 from tests.commands import wait_until
+from tests.redis_server import redis_server
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+CONFIG_HASH = make_settings(config={}).config_hash
 CONFIG = ReplicaConfig(model=Path("some/model"), port=7000, layout=Layout.resolve(dp=2, tp=2))
 
 
@@ -109,6 +116,64 @@ async def test_a_machine_that_has_lost_its_replicas_ends_with_1_as_its_group_goe
     trial = Trial(tmp_path, ("", "ready-kill serve"), ELSEWHERE)
     assert await trial.run() == 1
     assert trial.lives(0) == [] and len(trial.lives(1)) == 1
+
+
+@asynccontextmanager
+async def group_elsewhere(folder: Path) -> AsyncIterator[tuple[Membership, ReplicaConfig, int]]:
+    """A group whose master's supervisor, on another machine, is frozen: the kernel takes connections, nobody greets.
+
+    Yields the store, the settings of this machine and the master's token.
+    """
+    with redis_server(folder) as redis, socket.create_server(("127.0.0.1", 0)) as frozen:
+        config = replace(ELSEWHERE, group="g", redis_url=redis.url)
+        store = Membership.at(redis.url, "g")
+        address = f"127.0.0.1:{frozen.getsockname()[1]}"
+        lease = await store.take_lease(holder="frozen", address=address, seen_token=0, seen_epoch=0)
+        await store.commit(lease.token, both_live(1))
+        try:
+            yield store, config, lease.token
+        finally:
+            await store.close()
+
+
+def both_live(epoch: int) -> Record:
+    return Record(epoch=epoch, members=(0, 1), evicted=(), config_hash=CONFIG_HASH)
+
+
+async def test_a_machine_that_has_just_lost_its_replicas_takes_over_from_a_master_that_is_frozen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with group_elsewhere(tmp_path) as (store, config, _):
+        trial = Trial(tmp_path, ("", "ready-kill serve"), config)
+        running = asyncio.create_task(trial.run())
+        await asyncio.to_thread(wait_until, lambda: "taking over as master" in caplog.text, "the takeover")
+        assert len(trial.lives(1)) == 1 and (await store.view()).token == 2, "for those of the other machine"
+        trial.supervisor.stop()
+        await running
+
+
+async def test_a_machine_that_has_lost_its_replicas_ends_once_the_others_have_a_membership_without_them(
+    tmp_path: Path,
+) -> None:
+    async with group_elsewhere(tmp_path) as (store, config, token):
+        trial = Trial(tmp_path, ("", "ready-kill serve"), config)
+        running = asyncio.create_task(trial.run())
+        await asyncio.to_thread(wait_until, lambda: len(trial.lives(1)) == 1, "its replica")
+        for _ in range(4):
+            await store.renew(token, 1)
+            await asyncio.sleep(0.25)
+        assert not running.done(), "its replica is a member yet"
+        await store.commit(token, Record(epoch=2, members=(0,), evicted=((1,),), config_hash=CONFIG_HASH))
+        assert await running == 1
+        assert len(trial.lives(1)) == 1
+
+
+async def test_a_machine_that_has_lost_its_replicas_ends_in_time_where_nobody_says_what_became_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_master, "MISSED_S", 0.5)
+    async with group_elsewhere(tmp_path) as (_, config, _):
+        assert await Trial(tmp_path, ("", "ready-kill serve"), config).run() == 1
 
 
 async def test_a_machine_whose_group_has_failed_starts_its_replicas_again(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ import pytest
 from coordinator import private_redis
 from coordinator.errors import PrivateRedisFailed, StoreUnavailable
 from coordinator.membership import Membership
-from coordinator.private_redis import PrivateRedis, find_server
+from coordinator.private_redis import FROZEN_S, PrivateRedis, find_server
 from coordinator.store import Record
 
-END_S = 5.0
+END_S = FROZEN_S + 5.0
 
 
 @asynccontextmanager
@@ -81,11 +81,11 @@ async def test_when_it_dies_it_comes_again_at_the_same_place_and_is_told_what_it
         await store.close()
 
 
-async def until_renewed(store: Membership, token: int) -> None:
+async def until_renewed(store: Membership, token: int, epoch: int = 1) -> None:
     began_s = time.monotonic()
     while True:
         try:
-            return await store.renew(token, 1)
+            return await store.renew(token, epoch)
         except StoreUnavailable:
             assert time.monotonic() - began_s < END_S
             await asyncio.sleep(0.02)
@@ -124,6 +124,34 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+async def test_a_frozen_one_is_replaced_in_bounded_time_and_the_next_is_told_what_it_lacks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running() as server:
+        store = Membership.at(server.url, "group")
+        lease = await store.take_lease(holder="a", address="h:1", seen_token=6, seen_epoch=9)
+        frozen = server.pid
+        assert frozen is not None
+        os.kill(frozen, signal.SIGSTOP)
+        await until_renewed(store, lease.token, epoch=12)
+        assert server.pid != frozen and not is_alive(frozen)
+        view = await store.view()
+        assert (view.token, view.epoch) == (lease.token, 12), "the highest that was ever seen"
+        await store.close()
+    assert "private Redis is frozen, it is replaced" in caplog.text
+
+
+async def test_one_that_is_frozen_for_a_moment_is_left_alone() -> None:
+    async with running() as server:
+        pid = server.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(FROZEN_S / 3)
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(FROZEN_S)
+        assert server.pid == pid and is_alive(pid)
 
 
 async def test_a_frozen_one_is_ended_at_close_all_the_same() -> None:

@@ -66,6 +66,18 @@ async def test_keys_of_a_file_are_wanted_and_their_limits_kept(tmp_path: Path) -
                 task.cancel()
 
 
+async def test_the_replica_is_told_the_priority_of_a_key_unless_the_request_names_one(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('[keys.alice]\nkey = "a"\npriority = "low"\n[keys.bob]\nkey = "b"\n', encoding="utf-8")
+    async with running_proxy(api_key_file=str(file)) as proxy, fake_replica(answer_ok) as replica:
+        async with joined(proxy, hello(replica.url)):
+            for key, own in (("a", {}), ("a", {"X-Priority": "high"}), ("b", {}), ("b", {"X-Priority": "low"})):
+                headers = {"Authorization": f"Bearer {key}", **own}
+                async with proxy.client.post(proxy.url + CHAT, json={}, headers=headers) as response:
+                    assert response.status == 200
+        assert [received.all("X-Priority") for received in replica.received] == [["low"], ["high"], [], ["low"]]
+
+
 async def test_a_server_is_added_shown_removed_and_terminated_in_lmdeploy_s_shapes() -> None:
     async with fake_backend() as backend, running_proxy(**FAST) as proxy:
 

@@ -14,11 +14,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from replica.executor import RankExecutor, own_blobs
+from replica.executor import RankExecutor
 from replica.frames import Init, StepOutput, encode
-from replica.rank_board import BEAT_INTERVAL_S, RankBoard
+from replica.rank_board import RANK_BEAT_S, RankBoard
 from replica.rank_link import RankLink
 from replica.remote_rank import GREETING_S, Lifeline, RankDoor
+from replica.step_clock import LocalClock
 from tests.checkpoints import VARIANTS, write_checkpoint
 from tests.commands import ROOT, wait_until
 from tests.step_driver import make_frame
@@ -110,7 +111,7 @@ async def settled(executor: RankExecutor) -> tuple[int, ...]:
     async with asyncio.timeout(NOTICED_S):
         while counts != executor.collectives_entered():
             counts = executor.collectives_entered()
-            await asyncio.sleep(5 * BEAT_INTERVAL_S)
+            await asyncio.sleep(5 * RANK_BEAT_S)
     return counts
 
 
@@ -120,6 +121,7 @@ async def test_ranks_elsewhere_step_report_let_go_and_end_as_those_here_do(init:
     empty = replace(make_frame([], {}, []), group_tokens=np.zeros(0, np.int32))
     try:
         assert (await executor.start(init, timeout_s=STARTUP_S)).num_blocks > 0
+        await executor.regroup(epoch=0, members=(0,), evicted=(), exchange=LocalClock().exchange, timeout_s=NOTICED_S)
         assert isinstance(await executor.step(empty), StepOutput)
         entered = await settled(executor)
         assert entered[0] == entered[1] > 0
@@ -131,7 +133,7 @@ async def test_ranks_elsewhere_step_report_let_go_and_end_as_those_here_do(init:
                 await executor.step(empty)
         await until(lambda: not executor.is_alive(), "the frozen rank to be noticed")
         os.kill(ranks.processes[1].pid, signal.SIGCONT)
-        await executor.regroup(epoch=1, members=(0,), evicted=(), exchange=own_blobs, timeout_s=NOTICED_S)
+        await executor.regroup(epoch=1, members=(0,), evicted=(), exchange=LocalClock().exchange, timeout_s=NOTICED_S)
         await executor.step(empty)
         assert await settled(executor) == entered, "they count from 0 in each epoch"
         await until(executor.is_alive, "beats of both ranks")

@@ -87,6 +87,9 @@ async def test_full_queue_is_a_503_for_another_replica_to_take(session: ClientSe
     async with replica(loop) as url, session.post(url + CHAT, json={**BODY, "stream": True}) as response:
         assert response.status == 503 and response.headers["X-Not-Begun"]
         assert (await response.json())["error"]["message"] == "the queue is full"
+        async with session.get(url + "/metrics") as scraped:
+            rejections = 'vllm:admission_rejections_total{engine="0",model_name="tiny-moe",reason="max_waiting"} 1.0'
+            assert rejections in (await scraped.text()).splitlines()
 
 
 async def test_errors_have_openais_shape(session: ClientSession) -> None:
@@ -208,7 +211,10 @@ async def test_metrics_follow_requests(session: ClientSession) -> None:
     for name in ("prompt_tokens", "generation_tokens", "params_n", "params_max_tokens"):
         assert found[f"vllm:request_{name}_count{{{labels}}}"] == 3
     assert found[f"vllm:inter_token_latency_seconds_count{{{labels}}}"] == 2 * (len(loop.script) - 1)
-    assert found[f"vllm:kv_cache_usage_perc{{{labels}}}"] == 0
+    older = f"vllm:time_per_output_token_seconds_count{{{labels}}}"
+    assert found[older] == found[f"vllm:inter_token_latency_seconds_count{{{labels}}}"]
+    assert found[f"vllm:kv_cache_usage_perc{{{labels}}}"] == found[f"vllm:gpu_cache_usage_perc{{{labels}}}"] == 0
+    assert found[f"lockstep_tasks{{{labels}}}"] > 0
     waiting = 'vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny-moe",reason="capacity"}'
     assert found[waiting] == found[f"vllm:num_requests_waiting{{{labels}}}"] == 0
     assert found[f"lockstep_steps_total{{{labels}}}"] == loop.num_steps

@@ -65,8 +65,8 @@ async def mastered(store: Membership, address: str) -> Lease:
     return lease
 
 
-def standby(store: Membership, *, holder: str = "second", own_epoch: int = 1) -> asyncio.Task[Lease]:
-    return asyncio.create_task(take_over(store, holder=holder, address="10.0.0.2:1", own_epoch=lambda: own_epoch))
+def standby(store: Membership, *, holder: str = "second", told_epoch: int = 1) -> asyncio.Task[Lease]:
+    return asyncio.create_task(take_over(store, holder=holder, address="10.0.0.2:1", told_epoch=lambda: told_epoch))
 
 
 async def renewed(store: Membership, lease: Lease, for_s: float) -> None:

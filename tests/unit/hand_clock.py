@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import NoReturn
 
-from coordinator.clock import Clock, ClockSettings, Commit, Expel, Output, Phase
+from coordinator.clock import Clock, Commit, Expel, Output, Phase
 from coordinator.messages import (
     Arrive,
     ClockMessage,
@@ -24,6 +24,7 @@ from coordinator.messages import (
 from replica.errors import GroupLost
 from replica.group_clock import for_all_replicas, reconfiguration
 from replica.step_clock import Reconfiguration
+from tests.clock_driver import make_settings
 
 
 class HandGroup:
@@ -31,7 +32,7 @@ class HandGroup:
 
     def __init__(self, size: int, *, prefill_delay_s: float = 0.0) -> None:
         self.now_s = 0.0
-        settings = ClockSettings(group="g", size=size, config={}, prefill_delay_s=prefill_delay_s)
+        settings = make_settings(size, config={}, prefill_delay_s=prefill_delay_s)
         self.clock = Clock(settings, self.now_s, epoch=1, members=tuple(range(size)))
         self.releases: list[Release] = []
         self.members = [HandMember(self, dp_rank) for dp_rank in range(size)]

@@ -182,13 +182,16 @@ def test_what_several_members_want_is_one_command_of_all(clock_class: type[Clock
 def test_a_command_whose_step_was_cut_off_is_carried_again(clock_class: type[Clock]) -> None:
     group = Group.stepped(clock_class)
     group.clock.command("drain", group.now_s)
+    assert group.clock.pending_commands == {"drain"}
     assert group.arrive_all((1, 0), (0, 0), (0, 0)).commands == ("drain",)
+    assert group.clock.pending_commands == {"drain"}, "not all have acted on it"
     group.done(0, 1)
     group.lose(2)
     group.form()
     assert group.arrive_all((0, 0), (0, 0)).commands == ("drain",)
     group.done(0, 0)
     group.done(1, 0)
+    assert not group.clock.pending_commands
     group.lose(1)
     group.form()
     assert group.arrive_all((1, 0)).commands == ()

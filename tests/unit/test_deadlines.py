@@ -42,7 +42,7 @@ ENDS: Final[dict[str, tuple[str, ...]]] = {
     "a task for as long as its process or its group lives, which is cancelled at the end": (
         "coordinator/master:Master.run",
         "coordinator/master:Master._perform_commits",
-        "coordinator/private_redis:PrivateRedis.run",
+        "coordinator/private_redis:PrivateRedis._end_of",
         "proxy/backends:Backends.run",
         "proxy/serve:serve",
         "replica/engine:StopRequests.asked",
@@ -58,7 +58,7 @@ ENDS: Final[dict[str, tuple[str, ...]]] = {
         "replica/supervisor:EngineProcess.live",
         "replica/supervisor:Supervisor._live",
         "replica/supervisor:Supervisor._end_with_group",
-        "replica/supervisor:Supervisor._group_end",
+        "replica/supervisor:Supervisor._serve_others",
     ),
     "the deadline is that of whoever awaits it, or made it": (
         "coordinator/member:_dial",
@@ -68,6 +68,7 @@ ENDS: Final[dict[str, tuple[str, ...]]] = {
         "proxy/serve:_drain",
         "replica/executor_ray:RayRanks.start",
         "replica/executor_ray:_admitted",
+        "replica/api/grammar_checkers:_ask",
         "replica/rank_link:RankLink.loaded",
         "replica/rank_link:RankLink.receive",
         "replica/rank_link:RankLink.regrouped",
@@ -93,7 +94,7 @@ ENDS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "the end of a process of ours ends it, and that is seen or follows a kill": (
         "coordinator/private_redis:PrivateRedis._stop",
-        "replica/api/grammar:GrammarCompiler.close",
+        "replica/api/grammar_checkers:GrammarCheckers._end",
         "replica/chat_command:_stop",
         "replica/api/grammar_check:check",
         "replica/api/grammar_check:main",

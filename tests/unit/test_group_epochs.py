@@ -94,6 +94,16 @@ async def test_a_replica_that_is_lost_while_the_others_regroup_begins_another_ep
     assert [eviction.dp_ranks for eviction in replicas[0].loop.group.evictions] == [(2,), (1,)]
 
 
+async def test_a_group_is_said_to_form_until_its_ranks_are_connected_for_the_first_epoch() -> None:
+    _, replicas = by_hand(2)
+    loop = replicas[0].loop
+    told = loop.group.to_json()
+    assert (told["state"], told["epoch"], told["members"]) == ("forming", 0, []), "nobody has agreed on anything"
+    async with running(replicas):
+        told = loop.group.to_json()
+        assert (told["state"], told["epoch"], told["members"]) == ("running", 1, [0, 1])
+
+
 async def test_a_collective_that_fails_is_told_to_the_clock_and_its_step_runs_again_in_the_next_epoch() -> None:
     group, replicas = by_hand(2)
     sequence = make_sequence(max_tokens=3)

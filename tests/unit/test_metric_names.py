@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 import pytest
@@ -15,9 +16,11 @@ GAUGES: Final = (
     "num_requests_waiting",
     "num_requests_waiting_by_reason",
     "kv_cache_usage_perc",
+    "gpu_cache_usage_perc",
 )
 COUNTERS: Final = (
     *("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success"),
+    *("prompt_tokens_by_source", "admission_rejections"),
     *("num_preemptions", "prefix_cache_queries", "prefix_cache_hits"),
 )
 FIRST_TOKEN_S: Final = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
@@ -26,6 +29,7 @@ LATENCY_S: Final = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 9
 HISTOGRAMS: Final = {
     "time_to_first_token_seconds": FIRST_TOKEN_S,
     "inter_token_latency_seconds": BETWEEN_TOKENS_S,
+    "time_per_output_token_seconds": BETWEEN_TOKENS_S,
     "request_time_per_output_token_seconds": BETWEEN_TOKENS_S,
     **{
         name: LATENCY_S
@@ -43,7 +47,11 @@ HISTOGRAMS: Final = {
 def families() -> dict[str, Any]:
     metrics = Metrics(model_name="m", dp_rank=3, stats=FakeLoop().stats, block_size=16, has_prefix_cache=True)
     metrics.ended("stop")
-    return {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+
+    async def exposed() -> str:
+        return metrics.text().decode()
+
+    return {family.name: family for family in text_string_to_metric_families(asyncio.run(exposed()))}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from proxy.groups import Group, GroupState, taken_together
 from proxy.protocol import Hello, LoadReport
 from proxy.registry import Registry
-from proxy.replicas import InFlight, Replica, ReplicaState
+from proxy.replicas import Replica, ReplicaState
 
 MODELS = {"tiny": {"id": "tiny"}}
 REPORT = LoadReport(
@@ -183,17 +183,3 @@ def test_evicted_replicas_never_serve_and_others_do_when_their_epoch_is_the_newe
         assert (state is ReplicaState.EVICTED) is (replica.replica_id in told.evicted)
         if state is ReplicaState.LIVE:
             assert replica.report is None or replica.report.epoch == newest
-
-
-@given(st.lists(st.tuples(st.sampled_from(["take", "release", "foreign"]), st.integers(0, 9)), max_size=60))
-def test_the_load_of_a_replica_is_always_that_of_what_is_counted_on_it(events: list[tuple[str, int]]) -> None:
-    told = Told(1)
-    replica, taken = told.replica(0), []
-    for event, number in events:
-        if event == "take":
-            taken.append(InFlight(replica, number))
-        elif event == "release" and taken:
-            taken.pop(number % len(taken)).release()
-        elif event == "foreign":
-            replica.has_foreign(number)
-        assert replica.load == replica.in_flight_tokens + 64 * (replica.in_flight + replica.foreign_requests)

@@ -35,6 +35,10 @@ def test_without_a_key_everyone_may_ask_and_with_one_only_who_shows_it() -> None
     for shown in (None, b"", b"Bearer", b"Bearer x", b"Basic k", b"Bearer k k", b"Bearer \xff"):
         with pytest.raises(Unauthorized):
             keys.caller(shown)
+    assert keys.caller(None, b" k").name == "default" and keys.caller(b"Basic x", b"k").name == "default"
+    for shown, other in ((b"Bearer x", b"k"), (None, b"x"), (None, b"")):
+        with pytest.raises(Unauthorized):
+            keys.caller(shown, other)
 
 
 def test_keys_of_a_file_have_names_limits_and_a_priority(tmp_path: Path) -> None:

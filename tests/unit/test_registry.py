@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -38,7 +39,7 @@ def registry() -> Registry:
 def join(
     to: Registry, replica_id: str = "r0", incarnation: str = "a", *, line: int = 1, now_s: float = 0.0
 ) -> int | None:
-    hello = replace(HELLO, replica_id=replica_id, incarnation=incarnation)
+    hello = replace(HELLO, replica_id=replica_id, incarnation=incarnation, group=f"group of {replica_id}")
     return to.join(hello, MODELS, connection_id=line, now_s=now_s)
 
 
@@ -53,15 +54,18 @@ def test_a_replica_is_live_from_its_hello_on() -> None:
     assert [replica.url for replica in state.live(now_s=10.0)] == ["http://h:1"]
 
 
-def test_groups_of_one_name_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("others", [{"dp_rank": 0}, {"dp_rank": 2, "model_hash": "1"}])
+def test_a_replica_of_another_group_of_the_same_name_is_refused_while_the_first_lives(others: dict[str, Any]) -> None:
     state = registry()
-    join(state, "r0", line=1)
-    join(state, "r0", "b", line=2)  # its next life
+    state.join(HELLO, MODELS, connection_id=1, now_s=0.0)
+    state.join(replace(HELLO, incarnation="b"), MODELS, connection_id=2, now_s=0.0)  # its next life
     state.join(replace(HELLO, replica_id="r1", dp_rank=1), MODELS, connection_id=3, now_s=0.0)
     state.join(replace(HELLO, replica_id="r2", group="h"), MODELS, connection_id=4, now_s=0.0)
-    assert not caplog.records
-    join(state, "r3", line=5, now_s=1.0)
-    assert "two groups of one name" in caplog.text and "'r0', 'r3'" in caplog.text
+    other = replace(HELLO, replica_id="r3", **others)
+    with pytest.raises(JoinRefused, match=r"another group is named 'g': the live replica 'r0' .* apart \(--group\)"):
+        state.join(other, MODELS, connection_id=5, now_s=1.0)
+    assert {replica.replica_id for replica in state.live(now_s=1.0)} == {"r0", "r1", "r2"}, "nobody is disturbed"
+    state.join(other, MODELS, connection_id=6, now_s=3.5)  # all that were there are silent
 
 
 def test_a_silent_replica_gets_no_new_requests_until_it_reports_again() -> None:

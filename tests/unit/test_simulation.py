@@ -15,7 +15,7 @@ from tests.mutants import take_out
 
 NUM_SEEDS: Final = 300
 BATCH: Final = 50
-NUM_MUTANT_SEEDS: Final = 300
+NUM_MUTANT_SEEDS: Final = 1000
 
 CLOCK: Final = "coordinator.clock"
 EPOCHS: Final = "coordinator.epochs"
@@ -87,7 +87,7 @@ MUTANTS: Final[dict[str, tuple[str, str, str, tuple[str, ...]]]] = {
     ),
     "silence is not noticed": (
         CLOCK,
-        "if mute := verdicts.silent(members, settings.progress_deadline_s, now_s):",
+        "if mute := verdicts.silent(members, max(settings.progress_deadline_s, verdicts.SILENT_S), now_s):",
         "if mute := None:",
         ("freeze",),
     ),

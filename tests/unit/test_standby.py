@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator.member import MAX_SILENCE_S
 from coordinator.standby import POLL_S, Claim, LeaseWatch, Probe
-from coordinator.store import LEASE_S, View
+from coordinator.store import LEASE_S, Record, View
 
 ADDRESS = "10.0.0.1:29500"
 
@@ -26,13 +26,14 @@ class Standby:
         leased: bool = True,
         over: bool = False,
         probe: Probe = Probe.SILENT,
-        own_epoch: int = 7,
+        told_epoch: int = 7,
     ) -> Claim | None:
         """Looks at the same view for a while, at least once; what it concludes at the last look."""
+        committed = epoch if committed_epoch is None else committed_epoch
         view = View(
             token=token,
             epoch=epoch,
-            committed_epoch=epoch if committed_epoch is None else committed_epoch,
+            record=Record(epoch=committed, members=(0, 1), evicted=(), config_hash="c"),
             address=ADDRESS,
             is_leased=leased,
             is_over=over,
@@ -40,7 +41,7 @@ class Standby:
         end_s = self.now_s + for_s
         while True:
             self.now_s += POLL_S
-            self.watch.saw(view, probe, own_epoch, self.now_s)
+            self.watch.saw(view, probe, told_epoch, self.now_s)
             if self.now_s >= end_s:
                 return self.watch.claim(self.now_s)
 
@@ -122,7 +123,7 @@ def test_nothing_is_taken_over_from_a_store_that_has_lost_its_data_until_the_mas
 
 
 def test_a_store_that_knows_less_than_this_node_s_members_has_lost_its_data() -> None:
-    assert settled().looks(for_s=10 * LEASE_S, leased=False, own_epoch=8) is None
+    assert settled().looks(for_s=10 * LEASE_S, leased=False, told_epoch=8) is None
 
 
 def test_a_store_that_has_handed_an_epoch_out_but_lost_its_membership_is_not_believed() -> None:
@@ -133,4 +134,4 @@ def test_a_store_that_has_handed_an_epoch_out_but_lost_its_membership_is_not_bel
 
 def test_a_group_that_has_ended_or_has_not_begun_is_nobody_s_to_take_over() -> None:
     assert settled().looks(for_s=10 * LEASE_S, leased=False, over=True, probe=Probe.REFUSED) is None
-    assert settled().looks(for_s=10 * LEASE_S, leased=False, own_epoch=0, probe=Probe.REFUSED) is None
+    assert settled().looks(for_s=10 * LEASE_S, leased=False, told_epoch=0, probe=Probe.REFUSED) is None

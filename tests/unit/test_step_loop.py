@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from replica import step_clock
 from replica.errors import CollectiveFailed, Unavailable, WorkerFailed
 from replica.frames import StepInput, StepOutput
 from replica.request import FinishReason, SamplingParams, Sequence, TokenOutput
@@ -69,6 +70,14 @@ async def commanded(loop: StepLoop, *commands: str) -> None:
 def make_sequence(max_tokens: int = 3) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, seed=1)
     return Sequence(request_id="r", choice=0, prompt_ids=[1, 2, 3], params=params)
+
+
+async def test_a_replica_alone_is_said_to_form_until_its_loop_runs() -> None:
+    bench = Bench()
+    assert bench.loop.group.to_json()["state"] == "forming"
+    async with running(bench):
+        await settle()
+        assert bench.loop.group.to_json()["state"] == "running"
 
 
 async def outputs_of(sequence: Sequence) -> list[TokenOutput]:
@@ -281,4 +290,16 @@ async def test_a_replica_alone_whose_rank_is_missed_by_another_ends_with_what_th
         assert not task.done(), "that its process has ended is seen a moment later"
         bench.executor.death.set_result(WorkerFailed("rank 1 was killed"))
         with pytest.raises(WorkerFailed, match="rank 1 was killed"):
+            await task
+
+
+async def test_a_replica_alone_whose_ranks_all_live_and_do_not_reach_each_other_ends_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_clock, "FAULT_S", 0.01)
+    bench = Bench()
+    async with running(bench) as task:
+        bench.loop.submit([make_sequence()])
+        await bench.end_step(CollectiveFailed("connection reset"))
+        with pytest.raises(WorkerFailed, match="the ranks do not reach each other: connection reset"):
             await task

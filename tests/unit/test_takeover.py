@@ -17,8 +17,9 @@ from replica.layout import Layout, own_group, valid_layouts
 from replica.model_config import ModelConfig
 from replica.plan import PlanSettings, SurvivorCheck, make_plan
 from replica.shards import Ranges, Shards, weight_bytes
-from replica.takeover import GroupBlocks, TakenShards, Takeover, dead_ranks, weight_bytes_after
+from replica.takeover import GroupBlocks, TakenShards, Takeover, dead_ranks
 from replica.tensor_specs import BLOCK_WIDTH, block_size, tensor_specs
+from tests.planned_bytes import weight_bytes_after
 from tests.shapes import FP8, dense_model_config, model_config
 
 GIB: Final = 2**30

@@ -6,7 +6,8 @@ proxy it measures.  What it reports for one window of time:
 
 * requests/s, latency p50/p99, errors by kind, short streams (fewer events than sent)
 * for streams: events/s, time to first event, the gap between events, and, from the
-  stamps of `mock_worker.py`, the one-way latency of single events through the proxy
+  stamps of `mock_worker.py`, the one-way latency of single events through the proxy and
+  the time to first event without what the worker itself took
 * CPU seconds and memory of the proxy's session (`--session`), so that *CPU seconds
   per 1000 requests* and *per 1 million events* can be computed: the numbers that hold
   on a noisy machine
@@ -32,6 +33,8 @@ import procstat
 
 EVENT = b"data: "
 STAMP = b'"content":"@'
+FIRST_STAMP = b'"content":"#'
+STAMP_DIGITS = 16
 
 
 @dataclasses.dataclass
@@ -94,6 +97,7 @@ class Window:
         self.errors: collections.Counter[str] = collections.Counter()
         self.latency = array("d")
         self.first = array("d")
+        self.added = array("d")
         self.gap = array("d")
         self.relay = array("d")
 
@@ -217,6 +221,9 @@ class Client(asyncio.Protocol):
             if self.events == 0:
                 if self.counted:
                     window.first.append(now - self.sent_at)
+                    own = stamp_after(data, FIRST_STAMP)
+                    if own is not None:
+                        window.added.append(now - self.sent_at - own)
             elif self.scenario.itl_ms:
                 window.gap.append(now - self.last_at)
             if self.scenario.stamps:
@@ -333,6 +340,7 @@ class Run:
             "events_s": window.events / wall,
             "latency_ms": quantiles(window.latency),
             "first_ms": quantiles(window.first),
+            "added_ms": quantiles(window.added),
             "gap_ms": quantiles(window.gap),
             "relay_ms": quantiles(window.relay),
             "events_per_read": window.events / window.reads if window.reads else None,
@@ -355,6 +363,12 @@ class Run:
             0.0, out["machine_cpu"] - out["load_cpu"] - out["workers_cpu"] - out.get("proxy_cpu", 0.0)
         )
         return out
+
+
+def stamp_after(data: bytes, mark: bytes) -> float | None:
+    """The first of the worker's times after the mark, in seconds; None if it is not there whole."""
+    digits = data.partition(mark)[2][:STAMP_DIGITS]
+    return int(digits, 16) / 1e9 if len(digits) == STAMP_DIGITS else None
 
 
 def quantiles(samples: array) -> dict | None:

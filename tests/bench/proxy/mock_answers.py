@@ -117,3 +117,7 @@ class Shape:
     def frame(self, now_ns: int) -> bytes:
         """One content chunk, stamped."""
         return b"%s@%016x%s" % (self.frame_head, now_ns, self.frame_tail)
+
+    def first_frame(self, own_ns: int) -> bytes:
+        """A stream's first chunk, which says how long the worker itself took for it."""
+        return b"%s#%016x%s" % (self.frame_head, own_ns, self.frame_tail)

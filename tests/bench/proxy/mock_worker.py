@@ -14,7 +14,9 @@ until the event loop has polled its sockets, so every chunk is its own packet).
 
 Each content chunk carries the CLOCK_MONOTONIC time of the step that made it
 (`"content":"@<16 hex digits>"`), so a client on the same machine can compute the
-one-way latency that a proxy adds to every single chunk.
+one-way latency that a proxy adds to every single chunk.  A stream's first chunk carries
+(after `#`) the nanoseconds from the request's arrival here to its first step: what is left
+of the client's time to first token is what the way there and back took.
 
 Knobs, all of them settable per port while running (`POST /mock/config`):
 
@@ -122,9 +124,10 @@ class Engine:
                 continue
             progressed = True
             shape = connection.shape
-            frame = frames.get(id(shape))
-            if frame is None:
-                frame = frames[id(shape)] = shape.frame(now_ns)
+            if connection.sent == 0:
+                frame = shape.first_frame(now_ns - connection.arrived_ns)
+            else:
+                frame = frames.get(id(shape)) or frames.setdefault(id(shape), shape.frame(now_ns))
             if connection.emit(frame):
                 still.append(connection)
         self.running = still
@@ -216,6 +219,7 @@ class Connection(asyncio.Protocol):
         self.skip_left = 0  # bytes of a big body still to come
         self.skip_front = self.skip_back = b""
         self.shape: Shape | None = None
+        self.arrived_ns = 0  # when the current request was whole
         self.left = 0
         self.sent = 0
         self.fault = ""
@@ -352,6 +356,7 @@ class Connection(asyncio.Protocol):
             return
         if stream:
             stats.streams += 1
+            self.arrived_ns = time.monotonic_ns()
             self.left = self.max_tokens(edges) or config.chunks
             start = lambda: worker.engine.add(self)  # noqa: E731
         else:

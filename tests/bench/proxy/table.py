@@ -46,9 +46,9 @@ def table(scenario: load.Scenario, results: dict[str, list[dict]]) -> str:
         "errors",
     ]
     if scenario.stream:
-        heads[5:7] = ["TTFT p50 ms", "TTFT p99 ms"]
+        heads[5:7] = ["TTFT p50 ms", "TTFT p99 ms", "added TTFT p50 ms"]
     if scenario.stamps:
-        heads[7:7] = ["relay p50 ms", "relay p99 ms", "gap p99 ms"]
+        heads[8:8] = ["relay p50 ms", "relay p99 ms", "gap p99 ms"]
     direct = middle(results.get("direct", []), rate)
     nginx = middle(results.get("nginx", []), per)
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
@@ -75,8 +75,10 @@ def table(scenario: load.Scenario, results: dict[str, list[dict]]) -> str:
             show(middle(rounds, "other_cpu")),
             " ".join(f"{k}:{v}" for k, v in errors.items()) or "0",
         ]
+        if scenario.stream:
+            cells[7:7] = [show(middle(rounds, "added_ms", "p50"))]
         if scenario.stamps:
-            cells[7:7] = [
+            cells[8:8] = [
                 show(middle(rounds, "relay_ms", "p50")),
                 show(middle(rounds, "relay_ms", "p99")),
                 show(middle(rounds, "gap_ms", "p99")),
