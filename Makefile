@@ -15,7 +15,7 @@ TEST := OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/pytest
 
 .PHONY: setup serve test check format lint types unit protocol kernels kernels-short aot faults e2e gpu \
 	bench bench-lockstep bench-engine bench-engine-peers bench-proxy bench-proxy-peers \
-	layouts soak pressure simulate survive ray crowd fuzz fuzz-proxy clients
+	layouts soak flat pressure simulate survive ray crowd fuzz fuzz-proxy clients
 .NOTPARALLEL:
 
 setup: $(SETUP)
@@ -114,7 +114,11 @@ fuzz-proxy: setup
 
 # 100,000 released steps with random idleness; minutes.
 soak: setup
-	$(TEST) tests/soak
+	$(TEST) tests/soak/test_steps.py
+
+# Two simulated hours and ten real minutes of load: memory, files and tasks stay as they were.
+flat: setup
+	$(TEST) -s tests/soak/test_simulated_load.py tests/soak/test_real_load.py
 
 # 400 requests in a cache a tenth of what they need, with every switch of the scheduler on and off; minutes.
 pressure: setup

@@ -261,9 +261,9 @@ class Master:
         store, is_away = mastership.store, False
         while True:
             try:
-                await store.renew(mastership.lease.token, self.clock.epoch)
-                for command in await store.commands(self.clock.pending_commands):
-                    self.command(command)
+                if await store.renew(mastership.lease.token, self.clock.epoch):
+                    for command in await store.commands(self.clock.pending_commands):
+                        self.command(command)
             except StoreUnavailable as err:
                 if not is_away:
                     logger.warning("membership store is away: serving goes on, members cannot change reason=%s", err)

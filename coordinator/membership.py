@@ -66,11 +66,11 @@ class Membership:
         self._token, self._holder, self._address = token, holder, address
         return Lease(token=token, epoch=epoch, record=self._record)
 
-    async def renew(self, token: int, epoch: int) -> None:
+    async def renew(self, token: int, epoch: int) -> int:
         """See Store."""
         record = self._record.to_json() if self._record else ""
         args = [token, self._holder, self._address, epoch, record, _lease_ms()]
-        await self._run("renew", [self._mastership, self._lease], args)
+        return cast(int, await self._run("renew", [self._mastership, self._lease, self._commands], args))
 
     async def commit(self, token: int, record: Record) -> None:
         """See Store."""
@@ -133,12 +133,15 @@ class Membership:
         reading.hmget(self._mastership, list(_FORMS))
         reading.get(self._lease)
         try:
-            *found, fields, token = await within(CHECK_S, reading.execute(raise_on_error=False))
+            answers = await within(CHECK_S, reading.execute(raise_on_error=False))
         except (RedisError, OSError) as err:  # TimeoutError is an OSError
             raise StoreUnavailable(f"Redis did not show what it holds: {err or type(err).__name__}") from err
+        *found, fields, token = answers
         for (key, kind), is_kind in zip(kinds.items(), found, strict=True):
-            if is_kind not in (kind, "none"):
+            if isinstance(is_kind, str) and is_kind not in (kind, "none"):
                 raise _garbled(key, f"is a {is_kind}, not a {kind}")
+        if refusals := [answer for answer in answers if isinstance(answer, RedisError)]:
+            raise StoreUnavailable(f"Redis did not show what it holds: {refusals[0]}") from refusals[0]
         for (name, form), text in zip(_FORMS.items(), fields, strict=True):
             if text and not _has_form(form, text):
                 raise _garbled(self._mastership, f"has {name} {text!r:.100}")

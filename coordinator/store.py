@@ -105,9 +105,10 @@ class Store(Protocol):
         `holder` is a name that no other life of a process has, `address` (host:port) is where its clock is.
         """
 
-    async def renew(self, token: int, epoch: int) -> None:
+    async def renew(self, token: int, epoch: int) -> int:
         """Keeps the lease for another LEASE_S, and restores what a store that lost its data lacks.
 
+        Returns how many commands the store has: where there are none, `commands` need not be asked for.
         Raises Fenced where the token was replaced, StoreUnavailable.
         """
 

@@ -1,4 +1,5 @@
-"""Attention over pages on the CPU: torch's own fused attention over few sequences at a time.
+"""Attention over pages on the CPU: torch's own fused attention over few sequences at a time. Those that decode are left
+to code of our own where it can be had (few_rows_cpu.py).
 
 A sequence's blocks are copied one after the other, whole blocks at once, into a buffer of a few hundred kilobytes that
 a core's cache holds until attention has read it: so the cache's memory is read once, in long stretches, and nothing
@@ -11,11 +12,11 @@ takes its v columns that end at width + t.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.step_plan import DecodeChunk, PromptChunk, StepPlan
+from kernels import few_rows_cpu
+from kernels.step_plan import CpuPlan, DecodeChunk, PromptChunk, StepPlan
 from kernels.step_plan_cpu import TILE
 
 
@@ -24,19 +25,31 @@ def paged_attention_cpu(q: Tensor, plan: StepPlan, k_cache: Tensor, v_cache: Ten
     cpu = plan.cpu
     assert cpu is not None  # plan_step was dispatched as this was
     n = cpu.num_decodes
-    if len(cpu.decodes) == 1 and cpu.order is None and n == len(q) == cpu.decodes[0].sequences.stop:
-        return _decode(q, cpu.decodes[0], k_cache, v_cache, scale)  # nothing to put together
-    out = torch.zeros_like(q)  # a sequence without tokens attends to nothing
-    decoding = q[:n] if cpu.order is None else q.index_select(0, cpu.order)
-    attended = out[:n] if cpu.order is None else torch.zeros_like(decoding)
-    for chunk in cpu.decodes:
-        attended[chunk.sequences] = _decode(decoding[chunk.sequences], chunk, k_cache, v_cache, scale)
-    if cpu.ranks is not None:
-        torch.index_select(attended, 0, cpu.ranks, out=out[:n])
+    if few_rows_cpu.serves(k_cache):
+        tables = plan.tables
+        decoded = few_rows_cpu.attention(q[:n], k_cache, v_cache, tables.decode_tables, tables.decode_lens, scale)
+    else:
+        decoded = _decodes(q[:n], cpu, k_cache, v_cache, scale)
+    if n == len(q):
+        return decoded
+    out = q.new_empty(q.shape)
+    out[:n] = decoded
     for prompt in cpu.prompts:
         assert cpu.causal is not None  # where there are prompts there is a mask
         _prefill(q[prompt.rows], out[prompt.rows], prompt, cpu.causal, k_cache, v_cache, scale)
     return out
+
+
+def _decodes(q: Tensor, cpu: CpuPlan, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
+    """q [decodes, Hq, D] -> the same."""
+    if len(cpu.decodes) == 1 and cpu.order is None and len(q) == cpu.decodes[0].sequences.stop:
+        return _decode(q, cpu.decodes[0], k_cache, v_cache, scale)  # nothing to put together
+    if cpu.order is not None:
+        q = q.index_select(0, cpu.order)
+    attended = q.new_zeros(q.shape)  # a sequence without tokens attends to nothing
+    for chunk in cpu.decodes:
+        attended[chunk.sequences] = _decode(q[chunk.sequences], chunk, k_cache, v_cache, scale)
+    return attended if cpu.ranks is None else attended.index_select(0, cpu.ranks)
 
 
 def _decode(q: Tensor, chunk: DecodeChunk, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:

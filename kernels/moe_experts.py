@@ -73,6 +73,7 @@ class PackedExperts:
     down: tuple[Tensor, ...]  # [H, F_e]
     widths: tuple[int, ...]  # [E]
     is_here: NDArray[np.bool_] | None  # [E] whether the width is above 0; None: all are
+    plain: ExpertWeights | None  # what the matrices are views of, where few_rows_cpu.py serves it
 
 
 Experts = ExpertWeights | PackedExperts

@@ -1,6 +1,7 @@
-"""The experts of a mixture on the CPU: packed weights, two products for each expert that has tokens.
+"""The experts of a mixture on the CPU: two products for each expert that has tokens.
 
-The assignments (token, expert) are sorted by expert, each expert's padded to a number of rows that there is code for
+Where experts have few tokens each, code of our own does all of it if it can be had (few_rows_cpu.py). Else the
+assignments (token, expert) are sorted by expert, each expert's padded to a number of rows that there is code for
 (packed_linear.py), and cut into runs of whole experts whose rows fit a core's cache. A run goes through everything
 before the next one begins: its experts' first products, SwiGLU and the routing weights over all of its rows at once,
 the second products. A decode step is one run. Last, each token's K parts are added.
@@ -17,26 +18,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels import few_rows_cpu
 from kernels.moe_experts import Experts, ExpertWeights, PackedExperts, moe_experts_reference
 from kernels.packed_linear import linear_padded, pack, padded_rows
 
+_FEW_ROWS: Final = 16  # of an expert, on average: for more, oneDNN is as fast
 _RUN_ROWS: Final = 256  # their 2 * F columns in bfloat16 and F in float32 fit a second-level cache
 
 I64 = NDArray[np.int64]
 
 
 def pack_experts(experts: ExpertWeights) -> Experts:
-    """What `moe_experts_cpu` takes: packed unless it is FP8. Nothing of `experts` is kept then."""
+    """What `moe_experts_cpu` takes: packed unless it is FP8 or is to stay plain. Nothing of `experts` is kept then."""
     if experts.gate_up_scale is not None:
         return experts
     hidden, widths = experts.gate_up.shape[1], experts.widths
     gate_up = experts.gate_up.split([2 * width for width in widths])
-    down = experts.down.split([hidden * width for width in widths])
+    flat = experts.down.split([hidden * width for width in widths])
+    down = tuple(part.view(hidden, width) for part, width in zip(flat, widths, strict=True))
+    stays_plain = few_rows_cpu.serves(experts.gate_up)
     return PackedExperts(
-        gate_up=tuple(_packed(part) for part in gate_up),
-        down=tuple(_packed(part.view(hidden, width)) for part, width in zip(down, widths, strict=True)),
+        gate_up=gate_up if stays_plain else tuple(map(_packed, gate_up)),
+        down=down if stays_plain else tuple(map(_packed, down)),
         widths=widths,
         is_here=None if all(widths) else np.array(widths) > 0,
+        plain=experts if stays_plain else None,
     )
 
 
@@ -50,6 +56,8 @@ def moe_experts_cpu(x: Tensor, experts: Experts, weights: Tensor, expert_ids: Te
     """See moe_experts.moe_experts. The routing weights are applied between the two products, in float32."""
     if isinstance(experts, ExpertWeights):
         return moe_experts_reference(x, experts, weights, expert_ids)
+    if experts.plain is not None and 0 < expert_ids.numel() <= _FEW_ROWS * len(experts.widths):
+        return few_rows_cpu.experts(x, experts.plain, weights, expert_ids)
     work = _Work.sort(expert_ids, weights, experts)
     parts = x.new_empty((len(work.tokens), x.shape[1]))
     if experts.is_here is not None:

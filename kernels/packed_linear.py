@@ -1,4 +1,7 @@
-"""Products with weights that are laid out once for oneDNN, on the CPU.
+"""Products with weights on the CPU: by code of our own for few rows where it can be had, else by oneDNN.
+
+Where there is that code (few_rows_cpu.py) weights stay as they are, and oneDNN computes products of many rows alone.
+Elsewhere they are laid out once for oneDNN.
 
 oneDNN multiplies blocks of a weight. From a plain matrix it must first arrange those, for every product anew, which
 costs more than the product itself when there are few rows: a packed weight is about twice as fast then, and as fast for
@@ -19,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels import few_rows_cpu
+
 _ROWS_HINT: Final = 64  # for which a layout is chosen; it serves any number of rows as well
 # More are padded to multiples of _ROWS_STEP. Four rows take less time than one: the code for those keeps more weights
 # on their way (768 x 1024 on an EPYC: 1 row 123 us, 2 rows 151, 3 rows 118, 4 to 6 rows 111, 8 rows 143).
@@ -31,8 +36,8 @@ _FEW: Final[NDArray[np.int64]] = np.repeat(_FEW_ROWS, np.diff(_FEW_ROWS, prepend
 
 
 def pack(weight: Tensor) -> Tensor:
-    """weight [N, K] -> the same for `linear`: packed if oneDNN multiplies its type here and packing takes no room."""
-    if not _is_fast(weight.dtype) or weight.numel() == 0:
+    """weight [N, K] -> the same for `linear`: packed if oneDNN is to multiply few rows, and packing takes no room."""
+    if few_rows_cpu.serves(weight) or not _is_fast(weight.dtype) or weight.numel() == 0:
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
     return packed if torch.ops.mkldnn._nbytes(packed) <= weight.nbytes else weight
@@ -50,23 +55,23 @@ def linear_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K], weight [N, K] as `pack` gave it, bias [N] -> [T, N]."""
-    if not weight.is_mkldnn:
-        return linear_plain(x, weight, bias)
     T = x.shape[0]
     if T == 0:
         return x.new_empty((0, weight.shape[0]))
+    if T <= few_rows_cpu.MAX_ROWS and not weight.is_mkldnn and few_rows_cpu.serves(weight):
+        return few_rows_cpu.linear(x, weight, bias)
     num_rows = _padded(T)
     if num_rows != T:
         x = torch.nn.functional.pad(x, (0, 0, 0, num_rows - T))
-    y: Tensor = _linear(x, weight, bias, "none", [], "")
+    y = linear_padded(x, weight, bias)
     return y if num_rows == T else y[:T]
 
 
-def linear_padded(x: Tensor, weight: Tensor) -> Tensor:
-    """As `linear`, for an x whose number of rows is one of `padded_rows`."""
+def linear_padded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `linear`, by oneDNN, for an x whose number of rows is one of `padded_rows`."""
     if not weight.is_mkldnn:
-        return linear_plain(x, weight)
-    y: Tensor = _linear(x, weight, None, "none", [], "")
+        return linear_plain(x, weight, bias)
+    y: Tensor = _linear(x, weight, bias, "none", [], "")
     return y
 
 

@@ -241,7 +241,8 @@ class Supervisor:
             lives = [tasks.create_task(self._live_one(engine)) for engine in engines]
             ending = tasks.create_task(self._end_with_group(lives))
             await asyncio.wait(lives)
-            if master is not None and self._config.layout.nnodes > 1:
+            were_lost = any(engine.status for engine in engines)  # else they have stopped with their group, as asked
+            if were_lost and master is not None and self._config.layout.nnodes > 1:
                 await self._serve_others(master)
             ending.cancel()
         self._engines = []

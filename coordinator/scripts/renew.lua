@@ -1,11 +1,11 @@
 -- Holds a lease for another while. A store that has lost data gets back what its master knows.
 --
--- KEYS  1 mastership hash   2 lease
+-- KEYS  1 mastership hash   2 lease   3 list of commands
 -- ARGV  1 token   2 holder   3 address (host:port)
 --       4 epoch             highest that the master knows of
 --       5 record            the membership it committed last, JSON, or ''
 --       6 lease             milliseconds
--- Returns 1. Error FENCED where the token was replaced. Twice is once.
+-- Returns how many commands wait. Error FENCED where the token was replaced. Twice is once.
 local stored = redis.call('HMGET', KEYS[1], 'token', 'holder', 'epoch', 'record')
 local token, stored_token = tonumber(ARGV[1]), tonumber(stored[1] or '0')
 if stored_token > token or (stored_token == token and stored[2] ~= ARGV[2]) then
@@ -19,4 +19,4 @@ if ARGV[5] ~= '' and (stored_record == '' or cjson.decode(stored_record).epoch <
   redis.call('HSET', KEYS[1], 'record', ARGV[5])
 end
 redis.call('SET', KEYS[2], token, 'PX', ARGV[6])
-return 1
+return redis.call('LLEN', KEYS[3])

@@ -23,7 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     options = parser.parse_args(argv)
-    logging.disable(logging.CRITICAL)  # a seed's trace says it better
     began_s = time.monotonic()
     results: list[Result] = []
     failed: list[Result] = []
@@ -57,4 +56,5 @@ def _explain(result: Result) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)  # a seed's trace says it better
     sys.exit(main())

@@ -44,14 +44,15 @@ class Mastership:
         self._hold(now_s)
         return Lease(token=token, epoch=self.epoch, record=self.record)
 
-    def renew(self, now_s: float, *, token: int, holder: str, address: str, epoch: int, record: Record | None) -> None:
-        """renew.lua"""
+    def renew(self, now_s: float, *, token: int, holder: str, address: str, epoch: int, record: Record | None) -> int:
+        """renew.lua, where nobody leaves commands"""
         self._check(token, holder)
         self.token, self.holder, self.address = token, holder, address
         self.epoch = max(self.epoch, epoch)
         if record is not None and (self.record is None or self.record.epoch < record.epoch):
             self.record = record
         self._hold(now_s)
+        return 0
 
     def commit(self, now_s: float, *, token: int, holder: str, address: str, record: Record) -> None:
         """commit.lua"""

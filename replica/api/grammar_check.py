@@ -24,6 +24,7 @@ from replica.api.grammar import LIMITS, Vocabulary, new_matcher
 
 MAX_MASK_S: Final = 0.25  # every sequence of the replica waits for a mask, and the first is the slowest
 MAX_MEMORY_BYTES: Final = 4 * 2**30  # address space: a vocabulary of 250,000 tokens takes a tenth of it
+MAX_COMPLAINT_CHARS: Final = 4000  # errors quote the schema, and the engine reads no line of more than 64 KiB
 
 
 def check(vocabulary: Vocabulary, grammars: queue.SimpleQueue[str]) -> None:
@@ -43,7 +44,7 @@ def complaint(matcher: Any, *, max_mask_s: float) -> str:
     error: str = matcher.get_error()
     if not error and took_s > max_mask_s:
         return f"finding its first tokens takes {took_s:.2f} s, limit is {max_mask_s:g} s"
-    return error
+    return error[:MAX_COMPLAINT_CHARS]
 
 
 def _read(lines: queue.SimpleQueue[str]) -> None:

@@ -3,7 +3,7 @@
     python -m tests.bench.engine [--models random demo] [--contenders lockstep transformers vllm] [--rounds 3]
 
 All of them are started once and then measured in turn, point by point and round by round, with the same prompts, so
-that a noisy machine disturbs all alike; those that are not measured are idle. Ours is measured over HTTP, with one
+that a noisy machine disturbs all alike; those that are not measured are stopped. Ours is measured over HTTP, with one
 request for each prompt of a batch; the peers generate in their own process. Greedy, no prompt comes twice, and the
 time of the prompts is part of every figure. A first round, which is not counted, warms up.
 
@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -81,7 +82,9 @@ def run(started: list[Contender], rounds: int) -> dict[str, dict[str, list[Sampl
     for number in range(rounds + 1):
         for point in POINTS:
             for contender in started:
+                contender.session.resume()
                 sample = measure(contender, point, random.Random(f"{number} {point.name}"))
+                contender.session.pause()
                 if number:
                     samples[point.name][contender.name].append(sample)
     return samples
@@ -149,6 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that are counted, after one of warm-up")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench-engine", help="where its model is kept")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nobody outlives this
 
     results: dict[str, Any] = {}
     for name in options.models:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -52,6 +53,19 @@ class Session:
             out = log if stdout is None else stdout
             self.child = subprocess.Popen(argv, stdin=stdin, stdout=out, stderr=log, start_new_session=True)
 
+    def pause(self) -> None:
+        """Stops all of its processes. Waiting is not enough: vLLM's look for work in a loop for a second after each."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undoes `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in session_pids(self.child.pid):
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, number)
+
     @property
     def cpu_s(self) -> float:
         """CPU seconds so far of all its processes."""
@@ -69,6 +83,7 @@ class Session:
 
     def close(self) -> None:
         """Ends all of it: politely, then not."""
+        self.resume()
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.child.pid, number)
@@ -171,7 +186,7 @@ class Peer:
 
 
 def contenders(model: Path, folder: Path, names: list[str], *, kv_cache_gb: float) -> list[Contender]:
-    """Starts those that are named, one after the other, so that each starts on an idle machine."""
+    """Starts those that are named, one after the other, so that each starts on an idle machine. All are paused then."""
     started: list[Contender] = []
     pythons = {"transformers": Path(sys.executable), "vllm": VLLM_PYTHON}
     try:
@@ -180,6 +195,7 @@ def contenders(model: Path, folder: Path, names: list[str], *, kv_cache_gb: floa
                 started.append(Replica(model, folder, kv_cache_gb=kv_cache_gb))
             else:
                 started.append(Peer(name, pythons[name], model, folder))
+            started[-1].session.pause()
     except BaseException:
         for contender in started:
             contender.session.close()

@@ -40,9 +40,10 @@ class MemoryStore:
         self.epoch = max(self.epoch, seen_epoch) + 1
         return Lease(token=self.token, epoch=self.epoch, record=self.record)
 
-    async def renew(self, token: int, epoch: int) -> None:
+    async def renew(self, token: int, epoch: int) -> int:
         self._check(token)
         self.num_renewals += 1
+        return len(self.waiting)
 
     async def commit(self, token: int, record: Record) -> None:
         self._check(token)

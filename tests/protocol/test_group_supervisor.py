@@ -168,6 +168,12 @@ async def test_a_machine_that_has_lost_its_replicas_ends_once_the_others_have_a_
         assert len(trial.lives(1)) == 1
 
 
+async def test_a_machine_whose_replicas_have_stopped_with_their_group_ends_at_once(tmp_path: Path) -> None:
+    async with group_elsewhere(tmp_path) as (_, config, _):
+        async with asyncio.timeout(group_master.MISSED_S - 1):
+            assert await Trial(tmp_path, ("", "ready-0"), config).run() == 0
+
+
 async def test_a_machine_that_has_lost_its_replicas_ends_in_time_where_nobody_says_what_became_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,7 +213,7 @@ async def test_every_script_applied_twice_leaves_what_it_left_once(
     state, lease, commands = keys.mastership(GROUP), keys.lease(GROUP), keys.commands(GROUP)
     calls: dict[str, tuple[list[str], list[Any]]] = {
         "take_lease": ([state, lease], ["b", ADDRESS, 3, 6, 1, 2000]),
-        "renew": ([state, lease], [1, "a", ADDRESS, 4, record(3, 0).to_json(), 2000]),
+        "renew": ([state, lease, commands], [1, "a", ADDRESS, 4, record(3, 0).to_json(), 2000]),
         "commit": ([state], [1, "a", ADDRESS, record(5, 1).to_json()]),
         "release": ([state, lease], [1, "a"]),
         "view": ([state, lease], []),
@@ -319,6 +319,7 @@ async def test_each_command_is_given_out_once_and_in_order(opened: Callable[[], 
     await take(master)
     for name in ("drain", "sleep level 1", "drain"):
         await operator.command(name)
+    assert await master.renew(1, 1) == 3
     assert await master.commands(()) == ["drain", "sleep level 1", "drain"]
     await operator.command("wake")
     assert await master.commands(()) == ["wake"]
@@ -401,6 +402,17 @@ async def test_garbage_under_a_group_s_key_is_named_with_its_remedy_and_never_an
     ):
         with suppress(StoreUnavailable, LeaseHeld):  # or it has nothing to do with what is wrong
             await call()
+
+
+async def test_a_server_that_does_not_let_us_look_is_no_garbage(server: RedisServer) -> None:
+    server.call("ACL", "SETUSER", "blind", "on", ">secret", "~*", "+@all", "-type")
+    blind = Membership.at(f"redis://blind:secret@{server.host}:{server.port}/0", GROUP)
+    try:
+        with pytest.raises(StoreUnavailable, match=r"did not show what it holds: .*no permissions") as refusal:
+            await blind.check()
+        assert not isinstance(refusal.value, StoreGarbled)
+    finally:
+        await blind.close()
 
 
 async def test_what_a_group_has_written_passes_the_check_and_a_server_that_is_down_is_no_garbage(

@@ -25,7 +25,7 @@ from tests.soak.growth import rss_mib, slope
 from tests.soak.traffic import Client, draw_ask
 
 LOAD_S: Final = float(os.environ.get("FLAT_S", "600"))
-WARM_UP_S: Final = LOAD_S / 4
+WARM_UP_S: Final = LOAD_S / 2  # a worker's memory grows by steps, with the largest batch that it has seen
 NUM_CLIENTS: Final = 8
 PAUSE_S: Final = 0.8  # of a client between two requests, in the mean: some ten requests a second
 SAMPLE_S: Final = 5.0

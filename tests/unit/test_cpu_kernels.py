@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 import kernels
+from kernels import few_rows_cpu
 from kernels.attention_decode import attention_decode_reference
 from kernels.attention_prefill import attention_prefill_reference
 from kernels.fp8 import quantize_blocks
@@ -19,8 +22,23 @@ from kernels.step_plan_cpu import TILE
 from tests.kernels.tensors import Pages, assert_close, random
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+needs_own_code = pytest.mark.skipif(few_rows_cpu.library() is None, reason="no g++, or no AVX512-BF16")
 
 
+@pytest.fixture
+def only_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where few_rows.cpp cannot be had."""
+    monkeypatch.setattr(few_rows_cpu, "library", lambda: None)
+
+
+@pytest.fixture(params=["few rows by our code, if it is there", "all by oneDNN"])
+def either_code(request: pytest.FixtureRequest) -> None:
+    """Runs a test with both."""
+    if request.param == "all by oneDNN":
+        request.getfixturevalue("only_onednn")
+
+
+@pytest.mark.usefixtures("either_code")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_packed_linear_gives_the_product_of_the_plain_one_for_any_number_of_rows(
@@ -37,6 +55,54 @@ def test_a_packed_linear_gives_the_product_of_the_plain_one_for_any_number_of_ro
         assert_close(y, exact)
 
 
+@needs_own_code
+def test_a_product_of_few_rows_is_that_of_each_of_its_rows_alone_to_the_last_bit() -> None:
+    for num_rows, columns in ((3, 70), (8, 64), (15, 257), (few_rows_cpu.MAX_ROWS, 5)):
+        x, weight = (random(n, columns, seed=n, dtype=torch.bfloat16) for n in (num_rows, 100))
+        y = few_rows_cpu.linear(x, weight, None)
+        assert_close(y, x.double() @ weight.double().T)
+        assert torch.equal(y, torch.cat([few_rows_cpu.linear(row, weight, None) for row in x.split(1)]))
+        assert torch.equal(y, few_rows_cpu.linear(x.t().contiguous().t(), weight, None))  # in another layout
+
+
+@needs_own_code
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 64), ((6, 2), 40), ((16, 1), 128)])
+def test_our_attention_takes_any_grouping_of_heads_and_any_size(heads: tuple[int, int], head_dim: int) -> None:
+    lens = [1, 15, 16, 17, 0, 333]
+    pages = Pages(lens, num_kv_heads=heads[1], head_dim=head_dim, block_size=16, dtype=torch.bfloat16)
+    q = 8 * random(len(lens), heads[0], head_dim, dtype=torch.bfloat16)  # some scores are far below the largest
+    arguments = q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, head_dim**-0.5
+    assert_close(few_rows_cpu.attention(*arguments), attention_decode_reference(*arguments))
+
+
+@needs_own_code
+def test_our_code_rounds_to_even_and_keeps_nan_and_infinity() -> None:
+    x = torch.tensor([[1.0, 2.0**-8], [1.0, 3 * 2.0**-8], [torch.nan, 1.0], [torch.inf, 1.0]], dtype=torch.bfloat16)
+    y = few_rows_cpu.linear(x, torch.ones(1, 2, dtype=torch.bfloat16), None)
+    assert y.flatten().tolist()[:2] == [1.0, 1 + 2.0**-6] and y[2].isnan() and y[3].isinf()
+
+
+def test_without_a_compiler_there_is_no_code_but_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert few_rows_cpu.library.__wrapped__() is None
+    assert "no g++" in caplog.text
+
+
+@needs_own_code
+def test_the_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert few_rows_cpu.library.__wrapped__() is not None
+    (library,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    monkeypatch.setenv("PATH", str(tmp_path))  # no compiler any more
+    assert few_rows_cpu.library.__wrapped__() is not None
+    assert library.stat().st_mode & 0o022 == 0
+
+
+@pytest.mark.usefixtures("only_onednn")
 @pytest.mark.parametrize("shape", [(32, 192), (7, 48), (128, 40), (100, 64)])
 def test_a_weight_that_packing_would_enlarge_stays_plain(shape: tuple[int, int]) -> None:
     weight = random(*shape, dtype=torch.bfloat16)
@@ -61,6 +127,7 @@ def make_experts(widths: tuple[int, ...], hidden: int, dtype: torch.dtype) -> Ex
     return ExpertWeights(gate_up.to(dtype), down.to(dtype), torch.tensor(offsets, dtype=torch.int32), widths)
 
 
+@pytest.mark.usefixtures("either_code")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("widths", [(64,) * 8, (64, 0, 128, 128, 64, 40, 0, 7)])
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 17, 300])
@@ -77,12 +144,14 @@ def test_packed_experts_add_the_parts_of_the_plain_ones(
     assert_close(y, moe_experts_reference(x, experts, weights, expert_ids))
 
 
-def test_experts_work_with_all_tokens_on_one_and_with_none_here() -> None:
-    experts = make_experts((0, 64, 64), 64, torch.float32)
+@pytest.mark.usefixtures("either_code")
+@pytest.mark.parametrize(("dtype", "num_tokens"), [(torch.float32, 600), (torch.bfloat16, 600), (torch.bfloat16, 40)])
+def test_experts_work_with_all_tokens_on_one_and_with_none_here(dtype: torch.dtype, num_tokens: int) -> None:
+    experts = make_experts((0, 64, 64), 64, dtype)
     packed = kernels.pack_experts(experts)
-    x = random(600, 64, seed=3)  # more rows than a run has
+    x = random(num_tokens, 64, seed=3, dtype=dtype)  # 600 are more rows than a run has
     for expert in range(3):
-        ids, weights = torch.full((600, 1), expert, dtype=torch.int32), torch.full((600, 1), 0.7)
+        ids, weights = torch.full((num_tokens, 1), expert, dtype=torch.int32), torch.full((num_tokens, 1), 0.7)
         y = kernels.moe_experts(x, packed, weights, ids)
         assert_close(y, moe_experts_reference(x, experts, weights, ids))
         assert bool(y.any()) == (expert > 0)
@@ -99,6 +168,7 @@ def test_a_tokens_experts_give_the_same_whatever_the_batch_in_float32() -> None:
     assert_close(together, alone)
 
 
+@pytest.mark.usefixtures("only_onednn")
 def test_packing_keeps_nothing_of_the_plain_experts() -> None:
     experts = make_experts((64, 40), 64, torch.bfloat16)  # the second cannot be packed
     packed = kernels.pack_experts(experts)
@@ -152,6 +222,7 @@ def plan_of(
     return kernels.plan_step(cache, tables)
 
 
+@pytest.mark.usefixtures("either_code")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_decoding_sequences_attend_to_their_own_pages_alone(dtype: torch.dtype, is_sorted: bool) -> None:
@@ -160,7 +231,9 @@ def test_decoding_sequences_attend_to_their_own_pages_alone(dtype: torch.dtype, 
     pages = Pages(lens, num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype)
     q = random(len(lens), 6, 8, dtype=dtype)
     plan = plan_of(pages.k_cache, len(lens), (pages.tables, pages.lens))
-    assert plan.cpu is not None and len(plan.cpu.decodes) > 3 and (plan.cpu.order is None) == is_sorted
+    assert plan.cpu is not None
+    if not few_rows_cpu.serves(pages.k_cache):
+        assert len(plan.cpu.decodes) > 3 and (plan.cpu.order is None) == is_sorted
     y = kernels.paged_attention(q, plan, pages.k_cache, pages.v_cache, 0.35)
     expected = attention_decode_reference(q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, 0.35)
     assert_close(y, expected)
@@ -188,9 +261,10 @@ def test_prompts_attend_causally_after_a_cached_prefix_and_across_tiles(dtype: t
     assert_close(y, expected)
 
 
-def test_decodes_and_prompts_of_one_step_do_not_mix() -> None:
-    pages = Pages([9, 30, 20, 25], num_kv_heads=1, head_dim=8, block_size=4, dtype=torch.float32)
-    q = random(2 + 45, 2, 8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decodes_and_prompts_of_one_step_do_not_mix(dtype: torch.dtype) -> None:
+    pages = Pages([9, 30, 20, 25], num_kv_heads=1, head_dim=8, block_size=4, dtype=dtype)
+    q = random(2 + 45, 2, 8, dtype=dtype)
     prompts = pages.tables[2:], torch.tensor([0, 20, 45], dtype=torch.int32), pages.lens[2:]
     plan = plan_of(pages.k_cache, 47, (pages.tables[:2], pages.lens[:2]), prompts)
     y = kernels.paged_attention(q, plan, pages.k_cache, pages.v_cache, 0.35)
