@@ -43,6 +43,7 @@ from coordinator.messages import (
     Reconfigure,
     Release,
 )
+from coordinator.verdicts import SILENT_S
 
 MAX_FAULT_CHARS: Final = 1000
 
@@ -58,7 +59,7 @@ class MemberState:
         self.go: Go | None = None  # of the epoch that was taken up
         self.error: CoordinatorError | None = None  # why the membership has ended
         self.is_connected = False
-        self._silence_s = silence_s
+        self._silence_s = max(silence_s, SILENT_S)  # less says nothing: masters beat more seldom than that
         self._redial_s = redial_s
         self._releases: deque[Release] = deque()  # received and not yet taken; the clock's lead bounds them
         self._arrival: tuple[int, int] | None = None  # decode and prefill tokens that stand for `step`

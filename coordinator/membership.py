@@ -64,6 +64,7 @@ class Membership:
         epoch, record = rest
         self._record = await self._sound(_record, record)
         self._token, self._holder, self._address = token, holder, address
+        self._received = []  # the clock that begins now has been given none
         return Lease(token=token, epoch=epoch, record=self._record)
 
     async def renew(self, token: int, epoch: int) -> int:
@@ -79,7 +80,7 @@ class Membership:
 
     async def release(self, token: int) -> None:
         """See Store."""
-        await self._run("release", [self._mastership, self._lease], [token, self._holder])
+        await self._run("release", [self._mastership, self._lease, self._commands], [token, self._holder])
 
     async def master(self) -> MasterAddress | None:
         """See Store."""

@@ -11,7 +11,7 @@
     master -> member   Release     run this step, with exactly these tokens
     member -> master   Done        all ranks of the member have reported the step: its batch is committed
     member -> master   Fault       a collective raised; the member waits for the next Reconfigure
-    both               Beat        4 times a second, whatever else happens
+    both               Beat        4 times a second, twice while nobody has work, whatever else happens
     master -> member   Evicted     the group goes on without this member; the master closes after it
     master -> member   Failed      the group steps no more
 

@@ -52,7 +52,7 @@ class Record:
                 evicted=tuple(tuple(map(int, event)) for event in fields["evicted"]),
                 config_hash=str(fields["config_hash"]),
             )
-        except (KeyError, TypeError) as err:
+        except (KeyError, TypeError, OverflowError, RecursionError) as err:
             raise ValueError(f"not a membership record: {text!r:.200}") from err
 
 

@@ -160,10 +160,12 @@ extern "C" void linear(const bf16* x, const bf16* w, const bf16* bias, bf16* y, 
 // x [T, H] -> y [T, H], the sum over each token's experts of weight * (down @ (silu(gate @ x) * (up @ x))). Expert e has
 // F = offsets[e + 1] - offsets[e] columns, 0 allowed: [F, H] gate rows and as many up rows from row 2 * offsets[e] of
 // gate_up on, and a [H, F] down matrix from down + H * offsets[e] on. weights, expert_ids [T, top_k].
-extern "C" void experts(const bf16* x, const bf16* gate_up, const bf16* down, const int32_t* offsets,
+// Returns false, and does nothing, where an id is none of an expert.
+extern "C" bool experts(const bf16* x, const bf16* gate_up, const bf16* down, const int32_t* offsets,
                         const float* weights, const int32_t* expert_ids, bf16* y, int64_t T, int64_t top_k, int64_t E,
                         int64_t H) {
   const int64_t A = T * top_k;
+  if (std::any_of(expert_ids, expert_ids + A, [E](int32_t e) { return e < 0 || e >= E; })) return false;
   const Routes routes(expert_ids, A, E);
   const auto& starts = routes.starts;
   std::vector<Columns> work;
@@ -213,6 +215,7 @@ extern "C" void experts(const bf16* x, const bf16* gate_up, const bf16* down, co
         for (int64_t n = 0; n < size; n++) y[t * H + h + n] = to_bf16(sums[t * kDownBlock + n]);
     }
   }
+  return true;
 }
 
 // q, y [S, Hq, D], caches [blocks, block_size, Hkv, D], tables [S, B], lens [S]: each sequence's one query attends to the

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,7 @@ from kernels.moe_experts import ExpertWeights
 
 logger = logging.getLogger(__name__)
 
+BF16: Final = torch.bfloat16
 MAX_ROWS: Final = 16  # of a product; for more, oneDNN is as fast
 _SOURCE: Final = Path(__file__).with_name("few_rows.cpp")
 _FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16")
@@ -45,7 +47,8 @@ def library() -> ctypes.CDLL | None:
     loaded.linear.argtypes = (*[pointer] * 4, *[size] * 3)
     loaded.experts.argtypes = (*[pointer] * 7, *[size] * 4)
     loaded.attention.argtypes = (*[pointer] * 6, *[size] * 6, ctypes.c_float)
-    loaded.linear.restype = loaded.experts.restype = loaded.attention.restype = None
+    loaded.linear.restype = loaded.attention.restype = None
+    loaded.experts.restype = ctypes.c_bool
     return loaded
 
 
@@ -60,7 +63,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     assert code is not None
     x = x.contiguous()
     T, (N, K) = x.shape[0], weight.shape
+    if x.shape[1] != K or T > MAX_ROWS:
+        raise ValueError(f"x is {tuple(x.shape)}, needs at most {MAX_ROWS} rows of {K}")
     y = x.new_empty((T, N))
+    _check((x, weight) if bias is None else (x, weight, bias), (BF16, BF16, BF16))
     bias_at = None if bias is None else bias.data_ptr()
     code.linear(x.data_ptr(), weight.data_ptr(), bias_at, y.data_ptr(), T, N, K)
     return y
@@ -74,7 +80,13 @@ def experts(x: Tensor, weights: ExpertWeights, routing_weights: Tensor, expert_i
     (T, H), top_k = x.shape, expert_ids.shape[1]
     y = torch.empty_like(x)
     tensors = (x, weights.gate_up, weights.down, weights.offsets, routing_weights, expert_ids, y)
-    code.experts(*[tensor.data_ptr() for tensor in tensors], T, top_k, len(weights.widths), H)
+    _check(tensors, (BF16, BF16, BF16, torch.int32, torch.float32, torch.int32, BF16))
+    num_experts = len(weights.widths)
+    if weights.gate_up.shape[1] != H:
+        raise ValueError(f"x has {H} columns, the experts take {weights.gate_up.shape[1]}")
+    if not code.experts(*_pointers(tensors), T, top_k, num_experts, H):
+        least, most = torch.aminmax(expert_ids)
+        raise ValueError(f"expert ids are {int(least)} to {int(most)}, limit is 0 to {num_experts - 1}")
     return y
 
 
@@ -85,9 +97,22 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens:
     q = q.contiguous()
     (S, Hq, D), (_, block_size, Hkv, _) = q.shape, k_cache.shape
     y = torch.empty_like(q)
-    pointers = [tensor.data_ptr() for tensor in (q, k_cache, v_cache, tables.contiguous(), lens, y)]
-    code.attention(*pointers, S, Hq, Hkv, D, block_size, tables.shape[1], scale)
+    tensors = (q, k_cache, v_cache, tables.contiguous(), lens.contiguous(), y)
+    _check(tensors, (BF16, BF16, BF16, torch.int32, torch.int32, BF16))
+    code.attention(*_pointers(tensors), S, Hq, Hkv, D, block_size, tables.shape[1], scale)
     return y
+
+
+def _check(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+    """Raises ValueError for what the code would read as something else."""
+    for tensor, dtype in zip(tensors, dtypes, strict=False):
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            layout = "contiguous" if tensor.is_contiguous() else f"of strides {tensor.stride()}"
+            raise ValueError(f"a tensor is {tensor.dtype} and {layout}, needs {dtype} and contiguous")
+
+
+def _pointers(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def _compiled(folder: Path) -> Path:
@@ -96,11 +121,13 @@ def _compiled(folder: Path) -> Path:
     version = hashlib.sha256(source + " ".join(_FLAGS).encode()).hexdigest()[:16]
     path = folder / f"few_rows-{version}.so"
     if path.exists():
+        _check_owner(folder, path)
         return path
     compiler = shutil.which("g++")
     if compiler is None:
         raise FileNotFoundError("there is no g++")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _check_owner(folder)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         compiled, linked = Path(scratch, "few_rows.o"), Path(scratch, "few_rows.so")
         # In two steps: linked without -fopenmp it has torch's threads, not some of its own beside them.
@@ -111,3 +138,11 @@ def _compiled(folder: Path) -> Path:
                 raise OSError(f"{compiler}: {done.stderr.strip()[:300]}")
         os.replace(linked, path)  # whole or not at all: other workers may be doing the same
     return path
+
+
+def _check_owner(*paths: Path) -> None:
+    """Raises PermissionError where somebody else could have put code there for this process to run."""
+    for path in paths:
+        status = path.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PermissionError(f"{path} must belong to this user, and nobody else may write to it")

@@ -37,7 +37,9 @@ _FEW: Final[NDArray[np.int64]] = np.repeat(_FEW_ROWS, np.diff(_FEW_ROWS, prepend
 
 def pack(weight: Tensor) -> Tensor:
     """weight [N, K] -> the same for `linear`: packed if oneDNN is to multiply few rows, and packing takes no room."""
-    if few_rows_cpu.serves(weight) or not _is_fast(weight.dtype) or weight.numel() == 0:
+    if few_rows_cpu.serves(weight):
+        return weight.contiguous()
+    if not _is_fast(weight.dtype) or weight.numel() == 0:
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
     return packed if torch.ops.mkldnn._nbytes(packed) <= weight.nbytes else weight

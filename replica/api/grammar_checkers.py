@@ -1,7 +1,7 @@
 """The processes that try grammars (grammar_check.py), from the engine's side.
 
 Each tries one grammar at a time. The first is started for the first grammar, another one whenever all are busy, up to
-one a core; one that does not answer in time is killed, and costs nobody but its own grammar.
+one a core and four in all; one that does not answer in time is killed, and costs nobody but its own grammar.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GrammarCheckers:
 
     async def check(self, grammar: str) -> str:
         """What is wrong with the grammar, or "". To be called in a `turn`. Raises Unavailable."""
-        checker = self._idle.pop() if self._idle else await self._start()
+        checker = await self._living() or await self._start()
         is_answered = False
         try:
             async with asyncio.timeout(CHECK_DEADLINE_S):
@@ -77,6 +77,15 @@ class GrammarCheckers:
         """Ends all processes."""
         for checker in list(self._all):
             await self._end(checker)
+
+    async def _living(self) -> Process | None:
+        """An idle process. One that has ended meanwhile says nothing of the grammar that comes next."""
+        while self._idle:
+            checker = self._idle.pop()
+            if checker.returncode is None:
+                return checker
+            await self._end(checker)
+        return None
 
     async def _start(self) -> Process:
         command = ignoring_signals((sys.executable, "-m", "replica.api.grammar_check"))

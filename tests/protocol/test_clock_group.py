@@ -289,6 +289,20 @@ async def test_a_member_that_does_not_arrive_while_others_have_work_is_evicted()
             await members[1].failed()
 
 
+async def test_a_parked_group_lives_on_whose_deadlines_are_shorter_than_the_time_between_beats() -> None:
+    async with serving(2, progress_deadline_s=0.2) as (master, port, _):
+        members = [make_member(port, dp_rank, silence_s=0.2) for dp_rank in range(2)]
+        with contextlib.ExitStack() as stack:
+            for member in members:
+                stack.callback(member.close)
+            await asyncio.gather(*(member.join() for member in members))
+            await asyncio.gather(*(member.ready(b"") for member in members))
+            for member in members:
+                member.arrive(decode_tokens=0, prefill_tokens=0)
+            await asyncio.sleep(2.5)
+            assert (master.clock.epoch, master.clock.is_parked) == (1, True)
+
+
 async def test_a_busy_event_loop_is_not_a_dead_member() -> None:
     """The members beat from threads: one whose loop is blocked for longer than the deadline stays."""
     async with serving(1, progress_deadline_s=1.0) as (_, port, run):

@@ -82,6 +82,35 @@ def test_our_code_rounds_to_even_and_keeps_nan_and_infinity() -> None:
     assert y.flatten().tolist()[:2] == [1.0, 1 + 2.0**-6] and y[2].isnan() and y[3].isinf()
 
 
+@needs_own_code
+def test_our_code_refuses_what_it_would_read_as_something_else() -> None:
+    x, weight = random(2, 64, dtype=torch.bfloat16), random(8, 64, dtype=torch.bfloat16)
+    wrong = {
+        "contiguous": (x, random(8, 128, dtype=torch.bfloat16)[:, :64]),
+        "float32": (x.float(), weight),
+        "needs at most 16 rows of 64": (x[:, :32], weight),
+    }
+    for message, (rows, matrix) in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            few_rows_cpu.linear(rows, matrix, None)
+    experts = make_experts((32, 32), 64, torch.bfloat16)
+    with pytest.raises(ValueError, match="expert ids are -1 to 2, limit is 0 to 1"):
+        few_rows_cpu.experts(x, experts, torch.ones(2, 2), torch.tensor([[0, 2], [-1, 1]], dtype=torch.int32))
+
+
+@needs_own_code
+@pytest.mark.parametrize("whose", ["folder", "library"])
+def test_code_that_somebody_else_could_have_put_there_is_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, whose: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert few_rows_cpu.library.__wrapped__() is not None
+    (library,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    (library.parent if whose == "folder" else library).chmod(0o777)
+    assert few_rows_cpu.library.__wrapped__() is None
+    assert "nobody else may write to it" in caplog.text
+
+
 def test_without_a_compiler_there_is_no_code_but_a_warning(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
