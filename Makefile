@@ -77,8 +77,8 @@ bench: bench-lockstep bench-engine bench-proxy
 # One step's agreement beside gloo and Redis, then what lockstep costs a running group. Tables, each with JSON as its
 # last line.
 bench-lockstep: setup
-	$(BIN)/python tests/bench/lockstep.py
-	$(BIN)/python tests/bench/group.py
+	$(BIN)/python -m tests.bench.lockstep
+	$(BIN)/python -m tests.bench.group
 
 # A replica beside transformers and, where it is installed, vLLM on the CPU. Tables, then JSON as the last line.
 bench-engine: setup

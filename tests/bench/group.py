@@ -1,6 +1,6 @@
 """What lockstep costs a running group: the wait for releases, a parked group's CPU, and the wake from it.
 
-    python tests/bench/group.py [--parked-s 20] [--wakes 20]
+    python -m tests.bench.group [--parked-s 20] [--wakes 20]
 
 Starts `replica serve` with the demo model as dp 2 x tp 4, all on this machine. Prints a table and, as the last line,
 JSON. The wake is measured by the replica itself: from a request's arrival to the release of its first step, while the
@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Final
 
 import aiohttp
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.commands import DEMO_MODEL, Command, Commands
 

@@ -1,6 +1,6 @@
 """What one step's agreement costs: the coordinator's clock beside gloo's all_gather and a redis.asyncio barrier.
 
-    python tests/bench/lockstep.py [--members 2 4 8 64] [--steps 1000]
+    python -m tests.bench.lockstep [--members 2 4 8 64] [--steps 1000]
 
 Members have no work of their own, each runs in its own process (64 in 4 processes, and for the clock only), and the
 master in another. A step's cost is the time from its last arrival until the last member knows the outcome. Prints a
@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lockstep_members import Times, run_clock_members, run_gloo_member, run_redis_member, serve_clock
+from tests.bench.lockstep_members import Times, run_clock_members, run_gloo_member, run_redis_member, serve_clock
 
 MAX_SEPARATE = 8  # members in processes of their own; more share FEW_PROCESSES
 FEW_PROCESSES = 4
