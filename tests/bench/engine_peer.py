@@ -41,6 +41,8 @@ def load_transformers(model: str) -> Generate:
 def load_vllm(model: str) -> Generate:
     """vLLM's offline engine with its defaults, but for a prefix cache: every prompt is to be computed."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # By default it keeps a core for its own processes and computes on the others: on half of two.
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     from vllm import LLM, SamplingParams
 
     llm = LLM(
