@@ -26,7 +26,7 @@ from kernels.moe_experts import ExpertWeights
 logger = logging.getLogger(__name__)
 
 BF16: Final = torch.bfloat16
-MAX_ROWS: Final = 16  # of a product; for more, oneDNN is as fast
+MAX_ROWS: Final = 16  # of a product, of experts on average; for more, oneDNN is as fast
 _SOURCE: Final = Path(__file__).with_name("few_rows.cpp")
 _FLAGS: Final = ("-std=c++17", "-O3", "-fPIC", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16")
 _COMPILE_S: Final = 60.0

@@ -22,7 +22,6 @@ from kernels import few_rows_cpu
 from kernels.moe_experts import Experts, ExpertWeights, PackedExperts, moe_experts_reference
 from kernels.packed_linear import linear_padded, pack, padded_rows
 
-_FEW_ROWS: Final = 16  # of an expert, on average: for more, oneDNN is as fast
 _RUN_ROWS: Final = 256  # their 2 * F columns in bfloat16 and F in float32 fit a second-level cache
 
 I64 = NDArray[np.int64]
@@ -56,7 +55,8 @@ def moe_experts_cpu(x: Tensor, experts: Experts, weights: Tensor, expert_ids: Te
     """See moe_experts.moe_experts. The routing weights are applied between the two products, in float32."""
     if isinstance(experts, ExpertWeights):
         return moe_experts_reference(x, experts, weights, expert_ids)
-    if experts.plain is not None and 0 < expert_ids.numel() <= _FEW_ROWS * len(experts.widths):
+    mean_rows = expert_ids.numel() / len(experts.widths)
+    if experts.plain is not None and 0 < mean_rows <= few_rows_cpu.MAX_ROWS:
         return few_rows_cpu.experts(x, experts.plain, weights, expert_ids)
     work = _Work.sort(expert_ids, weights, experts)
     parts = x.new_empty((len(work.tokens), x.shape[1]))

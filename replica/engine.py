@@ -231,6 +231,18 @@ async def rank_host(config: ReplicaConfig) -> tuple[RankHost, RankSpace]:
     return LocalRanks(config.layout.attn_tp), local_space(config)
 
 
+def make_scheduler(config: ReplicaConfig, model: ServedModel) -> Scheduler:
+    """As the settings say. It has no blocks yet."""
+    return Scheduler(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        block_size=config.block_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        has_prefix_cache=not config.no_prefix_cache,
+    )
+
+
 def build(
     config: ReplicaConfig, sock: socket.socket, stop: StopRequests, *, host: RankHost, space: RankSpace
 ) -> Engine:
@@ -251,14 +263,7 @@ def build(
 
         shared = group_config(config, model_config, checkpoint)
         group = GroupClock(config, hello, shared, collectives=executor.collectives_entered, is_alive=executor.is_alive)
-    scheduler = Scheduler(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-        block_size=config.block_size,
-        max_prefill_tokens=config.max_prefill_tokens,
-        has_prefix_cache=not config.no_prefix_cache,
-    )
+    scheduler = make_scheduler(config, model)
     loop = StepLoop(
         scheduler=scheduler,
         executor=executor,

@@ -12,8 +12,8 @@ from aiohttp import web
 from replica.api.served_model import ServedModel
 from replica.api.server import build_app
 from replica.config import ReplicaConfig
+from replica.engine import make_scheduler
 from replica.lifecycle import EngineState, Lifecycle
-from replica.scheduler import Scheduler
 from replica.step_clock import LocalClock
 from replica.step_loop import Executor, StepLoop
 
@@ -44,14 +44,7 @@ async def served_replica(
     config: ReplicaConfig, model: ServedModel, executor: Executor, *, num_blocks: int
 ) -> AsyncIterator[ServedReplica]:
     """A replica alone, on a free port. At its end nothing may be left in scheduler or cache."""
-    scheduler = Scheduler(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-        block_size=config.block_size,
-        max_prefill_tokens=config.max_prefill_tokens,
-        has_prefix_cache=not config.no_prefix_cache,
-    )
+    scheduler = make_scheduler(config, model)
     loop = StepLoop(
         scheduler=scheduler,
         executor=executor,

@@ -39,6 +39,14 @@ def start_node(
     return commands.start(*argv, "--progress-deadline-s", f"{DEADLINE_S:g}", *options)
 
 
+def start_nodes(commands: Commands, redis_url: str) -> list[Command]:
+    """Both machines' commands, each on a loopback address of its own."""
+    master, hosts = f"127.0.0.1:{free_port()}", ("127.0.0.1", "127.0.0.2")
+    return [
+        start_node(commands, rank, host=host, master=master, redis_url=redis_url) for rank, host in enumerate(hosts)
+    ]
+
+
 def both_ready(nodes: list[Command]) -> Group:
     for node in nodes:
         node.wait_ready()
@@ -49,11 +57,7 @@ def test_the_other_machine_takes_over_when_the_one_with_the_master_is_lost(
     commands: Commands, tmp_path: Path, round_: int
 ) -> None:
     with redis_server(tmp_path, password="of the store") as redis:
-        master = f"127.0.0.1:{free_port()}"
-        hosts = ("127.0.0.1", "127.0.0.2")
-        nodes = [
-            start_node(commands, rank, host=host, master=master, redis_url=redis.url) for rank, host in enumerate(hosts)
-        ]
+        nodes = start_nodes(commands, redis.url)
         group = both_ready(nodes)
         lost, last = group.replicas
         with under_load(group) as load:
@@ -69,11 +73,7 @@ def test_a_machine_that_loses_its_replica_just_when_the_master_freezes_serves_th
     commands: Commands, tmp_path: Path, round_: int
 ) -> None:
     with redis_server(tmp_path) as redis:
-        master = f"127.0.0.1:{free_port()}"
-        hosts = ("127.0.0.1", "127.0.0.2")
-        nodes = [
-            start_node(commands, rank, host=host, master=master, redis_url=redis.url) for rank, host in enumerate(hosts)
-        ]
+        nodes = start_nodes(commands, redis.url)
         group = both_ready(nodes)
         last, lost = group.replicas
         with under_load(group) as load:
