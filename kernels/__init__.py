@@ -14,6 +14,7 @@ from kernels import fp8 as _fp8
 from kernels import moe_experts as _moe_experts
 from kernels import moe_experts_cpu as _moe_experts_cpu
 from kernels import moe_routing as _moe_routing
+from kernels import moe_routing_cpu as _moe_routing_cpu
 from kernels import packed_linear as _packed_linear
 from kernels import paged_attention as _paged_attention
 from kernels import rms_norm as _rms_norm
@@ -34,9 +35,11 @@ add_rms_norm = dispatched(_rms_norm.add_rms_norm, _rms_norm_cpu.add_rms_norm_cpu
 attention_decode = dispatched(_attention_decode.attention_decode, _attention_decode.attention_decode_reference)
 attention_prefill = dispatched(_attention_prefill.attention_prefill, _attention_prefill.attention_prefill_reference)
 cache_heads = dispatched(_rope_cache.cache_heads, _rope_cache_cpu.cache_heads_cpu)
+embedding = dispatched(_packed_linear.embedding_plain, _packed_linear.embedding)
 linear = dispatched(_packed_linear.linear_plain, _packed_linear.linear)
 linear_fp8 = dispatched(_fp8.linear_fp8, _fp8.linear_fp8_reference)
 moe_experts = dispatched(_moe_experts.moe_experts, _moe_experts_cpu.moe_experts_cpu)
+pack_embedding = dispatched(_packed_linear.pack_nothing, _packed_linear.pack_embedding)
 pack_experts = dispatched(_moe_experts.pack_nothing, _moe_experts_cpu.pack_experts)
 pack_linear = dispatched(_packed_linear.pack_nothing, _packed_linear.pack)
 paged_attention = dispatched(_paged_attention.paged_attention, _attention_cpu.paged_attention_cpu)
@@ -44,7 +47,7 @@ penalize = dispatched(_sampling.penalize, _sampling.penalize_reference)
 plan_step = dispatched(_step_plan.plan_step, _step_plan_cpu.plan_step_cpu)
 qk_norm_rope_cache = dispatched(_rope_cache.qk_norm_rope_cache, _rope_cache.qk_norm_rope_cache_reference)
 rms_norm = dispatched(_rms_norm.rms_norm, _rms_norm_cpu.rms_norm_cpu)
-route = dispatched(_moe_routing.route, _moe_routing.route_reference)
+route = dispatched(_moe_routing.route, _moe_routing_cpu.route_cpu)
 sample = dispatched(_sampling.sample, _sampling.sample_reference)
 swiglu = dispatched(_swiglu.swiglu, _swiglu.swiglu_reference)
 
@@ -58,11 +61,13 @@ __all__ = [
     "attention_decode",
     "attention_prefill",
     "cache_heads",
+    "embedding",
     "group_maxima",
     "linear",
     "linear_fp8",
     "linear_fp8_scaled",
     "moe_experts",
+    "pack_embedding",
     "pack_experts",
     "pack_linear",
     "paged_attention",

@@ -1,5 +1,5 @@
-"""Attention over pages on the CPU: torch's own fused attention over few sequences at a time. Those that decode are left
-to code of our own where it can be had (few_rows_cpu.py).
+"""Attention over pages on the CPU: by code of our own where it can be had (bf16_cpu.py), else by torch's own fused
+attention over few sequences at a time.
 
 A sequence's blocks are copied one after the other, whole blocks at once, into a buffer of a few hundred kilobytes that
 a core's cache holds until attention has read it: so the cache's memory is read once, in long stretches, and nothing
@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import few_rows_cpu
+from kernels import bf16_cpu
 from kernels.step_plan import CpuPlan, DecodeChunk, PromptChunk, StepPlan
 from kernels.step_plan_cpu import TILE
 
@@ -23,13 +23,10 @@ from kernels.step_plan_cpu import TILE
 def paged_attention_cpu(q: Tensor, plan: StepPlan, k_cache: Tensor, v_cache: Tensor, scale: float) -> Tensor:
     """See paged_attention.paged_attention."""
     cpu = plan.cpu
-    assert cpu is not None  # plan_step was dispatched as this was
+    if cpu is None:
+        return bf16_cpu.attention(q, plan.tables, k_cache, v_cache, scale)
     n = cpu.num_decodes
-    if few_rows_cpu.serves(k_cache):
-        tables = plan.tables
-        decoded = few_rows_cpu.attention(q[:n], k_cache, v_cache, tables.decode_tables, tables.decode_lens, scale)
-    else:
-        decoded = _decodes(q[:n], cpu, k_cache, v_cache, scale)
+    decoded = _decodes(q[:n], cpu, k_cache, v_cache, scale)
     if n == len(q):
         return decoded
     out = q.new_empty(q.shape)

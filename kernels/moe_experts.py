@@ -67,16 +67,25 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """The same on a CPU, each expert with its own two matrices, as packed_linear.pack gives them."""
+    """The same on a CPU, each expert with its own two matrices, as packed_linear.pack_blocks gives them."""
 
     gate_up: tuple[Tensor, ...]  # [2 * F_e, H] of each: gate rows, then up rows
     down: tuple[Tensor, ...]  # [H, F_e]
     widths: tuple[int, ...]  # [E]
     is_here: NDArray[np.bool_] | None  # [E] whether the width is above 0; None: all are
-    plain: ExpertWeights | None  # what the matrices are views of, where few_rows_cpu.py serves it
 
 
-Experts = ExpertWeights | PackedExperts
+@dataclass(frozen=True, slots=True)
+class StripExperts:
+    """The same on a CPU, as ExpertWeights has them, but each matrix in strips: see bf16_cpu.py."""
+
+    gate_up: Tensor  # [2 * F_total / 16, H / 2, 16, 2]
+    down: Tensor  # [H * F_total]
+    offsets: Tensor  # [E + 1] int32
+    widths: tuple[int, ...]  # [E]
+
+
+Experts = ExpertWeights | PackedExperts | StripExperts
 
 
 def pack_nothing(experts: ExpertWeights) -> Experts:
@@ -86,7 +95,7 @@ def pack_nothing(experts: ExpertWeights) -> Experts:
 
 def moe_experts(x: Tensor, experts: Experts, weights: Tensor, expert_ids: Tensor) -> Tensor:
     """x [T, H], weights [T, K] float32, expert_ids [T, K] int32 -> [T, H], this rank's part of the sum."""
-    assert isinstance(experts, ExpertWeights)  # the other form is for CPUs
+    assert isinstance(experts, ExpertWeights)  # the other forms are for CPUs
     check_rows(x=x, gate_up=experts.gate_up)
     T, hidden = x.shape
     num_experts, top_k, widest = len(experts.widths), expert_ids.shape[1], max(experts.widths)

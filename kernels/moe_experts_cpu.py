@@ -1,10 +1,10 @@
 """The experts of a mixture on the CPU: two products for each expert that has tokens.
 
-Where experts have few tokens each, code of our own does all of it if it can be had (few_rows_cpu.py). Else the
-assignments (token, expert) are sorted by expert, each expert's padded to a number of rows that there is code for
-(packed_linear.py), and cut into runs of whole experts whose rows fit a core's cache. A run goes through everything
-before the next one begins: its experts' first products, SwiGLU and the routing weights over all of its rows at once,
-the second products. A decode step is one run. Last, each token's K parts are added.
+In bfloat16, code of our own does all of it where it can be had (bf16_cpu.py). Elsewhere the assignments (token,
+expert) are sorted by expert, each expert's padded to a number of rows that there is code for (packed_linear.py), and
+cut into runs of whole experts whose rows fit a core's cache. A run goes through everything before the next one begins:
+its experts' first products, SwiGLU and the routing weights over all of its rows at once, the second products. A decode
+step is one run. Last, each token's K parts are added.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels import few_rows_cpu
-from kernels.moe_experts import Experts, ExpertWeights, PackedExperts, moe_experts_reference
-from kernels.packed_linear import linear_padded, pack, padded_rows
+from kernels import bf16_cpu
+from kernels.moe_experts import Experts, ExpertWeights, PackedExperts, StripExperts, moe_experts_reference
+from kernels.packed_linear import linear_padded, pack_blocks, padded_rows
 
 _RUN_ROWS: Final = 256  # their 2 * F columns in bfloat16 and F in float32 fit a second-level cache
 
@@ -28,26 +28,27 @@ I64 = NDArray[np.int64]
 
 
 def pack_experts(experts: ExpertWeights) -> Experts:
-    """What `moe_experts_cpu` takes: packed unless it is FP8 or is to stay plain. Nothing of `experts` is kept then."""
+    """What `moe_experts_cpu` takes: packed unless it is FP8. Nothing of `experts` is kept then."""
     if experts.gate_up_scale is not None:
         return experts
+    strips = bf16_cpu.pack_experts(experts)
+    if strips is not None:
+        return strips
     hidden, widths = experts.gate_up.shape[1], experts.widths
     gate_up = experts.gate_up.split([2 * width for width in widths])
     flat = experts.down.split([hidden * width for width in widths])
     down = tuple(part.view(hidden, width) for part, width in zip(flat, widths, strict=True))
-    stays_plain = few_rows_cpu.serves(experts.gate_up)
     return PackedExperts(
-        gate_up=gate_up if stays_plain else tuple(map(_packed, gate_up)),
-        down=down if stays_plain else tuple(map(_packed, down)),
+        gate_up=tuple(map(_packed, gate_up)),
+        down=tuple(map(_packed, down)),
         widths=widths,
         is_here=None if all(widths) else np.array(widths) > 0,
-        plain=experts if stays_plain else None,
     )
 
 
 def _packed(part: Tensor) -> Tensor:
     """A copy, packed where that is of use: a view would keep the array of all experts."""
-    packed = pack(part)
+    packed = pack_blocks(part)
     return part.clone() if packed is part else packed
 
 
@@ -55,9 +56,8 @@ def moe_experts_cpu(x: Tensor, experts: Experts, weights: Tensor, expert_ids: Te
     """See moe_experts.moe_experts. The routing weights are applied between the two products, in float32."""
     if isinstance(experts, ExpertWeights):
         return moe_experts_reference(x, experts, weights, expert_ids)
-    mean_rows = expert_ids.numel() / len(experts.widths)
-    if experts.plain is not None and 0 < mean_rows <= few_rows_cpu.MAX_ROWS:
-        return few_rows_cpu.experts(x, experts.plain, weights, expert_ids)
+    if isinstance(experts, StripExperts):
+        return bf16_cpu.experts(x, experts, weights, expert_ids)
     work = _Work.sort(expert_ids, weights, experts)
     parts = x.new_empty((len(work.tokens), x.shape[1]))
     if experts.is_here is not None:

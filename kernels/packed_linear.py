@@ -1,12 +1,11 @@
-"""Products with weights on the CPU: by code of our own for few rows where it can be had, else by oneDNN.
+"""Products with weights on the CPU: by code of our own where it can be had (bf16_cpu.py), else by oneDNN.
 
-Where there is that code (few_rows_cpu.py) weights stay as they are, and oneDNN computes products of many rows alone.
-Elsewhere they are laid out once for oneDNN.
+Either wants a weight laid out once in its own way, which replaces the plain one. That is done only where it takes no
+more room, so a plan that counts plain weights counts right.
 
 oneDNN multiplies blocks of a weight. From a plain matrix it must first arrange those, for every product anew, which
 costs more than the product itself when there are few rows: a packed weight is about twice as fast then, and as fast for
-many. The packed form replaces the plain one. It is taken only where it is no larger (blocks of 64 rows pad smaller
-matrices), so a plan that counts plain weights counts right.
+many. Its blocks of 64 rows pad smaller matrices; those stay plain.
 
 oneDNN prepares code for each number of rows (a millisecond) and keeps it in a bounded cache, so rows are padded to one
 of few numbers.
@@ -22,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels import few_rows_cpu
+from kernels import bf16_cpu
 
 _ROWS_HINT: Final = 64  # for which a layout is chosen; it serves any number of rows as well
 # More are padded to multiples of _ROWS_STEP. Four rows take less time than one: the code for those keeps more weights
@@ -36,13 +35,33 @@ _FEW: Final[NDArray[np.int64]] = np.repeat(_FEW_ROWS, np.diff(_FEW_ROWS, prepend
 
 
 def pack(weight: Tensor) -> Tensor:
-    """weight [N, K] -> the same for `linear`: packed if oneDNN is to multiply few rows, and packing takes no room."""
-    if few_rows_cpu.serves(weight):
-        return weight.contiguous()
+    """weight [N, K] -> the same for `linear`: packed if that is faster, and takes no more room."""
+    return bf16_cpu.pack(weight) if bf16_cpu.can_pack(weight) else pack_blocks(weight)
+
+
+def pack_blocks(weight: Tensor) -> Tensor:
+    """As `pack`, for `linear_padded`."""
     if not _is_fast(weight.dtype) or weight.numel() == 0:
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
     return packed if torch.ops.mkldnn._nbytes(packed) <= weight.nbytes else weight
+
+
+def pack_embedding(weight: Tensor) -> Tensor:
+    """As `pack`, for a weight whose rows `embedding` takes too."""
+    return bf16_cpu.pack(weight) if bf16_cpu.can_pack(weight) else weight
+
+
+def embedding(weight: Tensor, row_ids: Tensor) -> Tensor:
+    """weight [V, H] as `pack_embedding` gave it, or plain; row_ids [T] -> [T, H]."""
+    if bf16_cpu.is_packed(weight):
+        return bf16_cpu.rows(weight, row_ids)
+    return torch.nn.functional.embedding(row_ids, weight)
+
+
+def embedding_plain(weight: Tensor, row_ids: Tensor) -> Tensor:
+    """As `embedding`, with a plain weight."""
+    return torch.nn.functional.embedding(row_ids, weight)
 
 
 def pack_nothing(weight: Tensor) -> Tensor:
@@ -57,11 +76,11 @@ def linear_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K], weight [N, K] as `pack` gave it, bias [N] -> [T, N]."""
+    if bf16_cpu.is_packed(weight):
+        return bf16_cpu.linear(x, weight, bias)
     T = x.shape[0]
     if T == 0:
         return x.new_empty((0, weight.shape[0]))
-    if T <= few_rows_cpu.MAX_ROWS and not weight.is_mkldnn and few_rows_cpu.serves(weight):
-        return few_rows_cpu.linear(x, weight, bias)
     num_rows = _padded(T)
     if num_rows != T:
         x = torch.nn.functional.pad(x, (0, 0, 0, num_rows - T))

@@ -1,4 +1,5 @@
-"""Norm, rotation and cache write on the CPU: queries and keys together, a few hundred tokens at a time."""
+"""Norm, rotation and cache write on the CPU: by code of our own where it can be had (bf16_cpu.py), else by torch, for
+queries and keys together and a few hundred tokens at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kernels import bf16_cpu
 from kernels.rms_norm_cpu import normed
 from kernels.rope_cache import HeadNorms
 from kernels.step_plan import StepPlan
@@ -19,7 +21,8 @@ def cache_heads_cpu(
 ) -> Tensor:
     """See rope_cache.cache_heads."""
     cpu = plan.cpu
-    assert cpu is not None  # plan_step was dispatched as this was
+    if cpu is None:
+        return bf16_cpu.cache_heads(qkv, norms.heads, eps, plan.tables, k_cache, v_cache)
     num_heads = qkv.shape[1] - 2 * k_cache.shape[2]
     qk, v = qkv[:, : -k_cache.shape[2]], qkv[:, -k_cache.shape[2] :]
     if len(qk) <= _TOKENS:

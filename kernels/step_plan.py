@@ -51,7 +51,7 @@ class CpuPlan:
     places: Tensor  # [written] int64: the slots that are written
     written: Tensor | None  # [written] int64: the tokens they belong to; None: all
     num_decodes: int
-    decodes: tuple[DecodeChunk, ...]  # none where few_rows_cpu.py takes the tables as they are
+    decodes: tuple[DecodeChunk, ...]
     order: Tensor | None  # [decodes] int64: the sequences by length; None: as they come
     ranks: Tensor | None  # [decodes] int64: where each is in `order`
     prompts: tuple[PromptChunk, ...]

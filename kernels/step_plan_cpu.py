@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels import few_rows_cpu
+from kernels import bf16_cpu
 from kernels.step_plan import CpuPlan, DecodeChunk, PromptChunk, StepPlan, StepTables
 
 CHUNK_TOKENS: Final = 1280  # of all sequences of a decode chunk; 640 KiB of keys for 4 heads of 64 in bfloat16
@@ -23,10 +23,11 @@ I32 = NDArray[np.int32]
 
 def plan_step_cpu(k_cache: Tensor, tables: StepTables) -> StepPlan:
     """See step_plan.plan_step."""
+    if bf16_cpu.serves(k_cache):
+        return StepPlan(tables=tables)
     block_size, dtype = k_cache.shape[1], k_cache.dtype
     lens = tables.decode_lens.numpy()
-    takes_tables = few_rows_cpu.serves(k_cache)
-    order = np.arange(len(lens)) if takes_tables else np.argsort(-lens, kind="stable")
+    order = np.argsort(-lens, kind="stable")
     is_sorted = bool((order[:-1] < order[1:]).all())
     slots = tables.slots.numpy()
     is_whole = not len(slots) or int(slots.min()) >= 0
@@ -38,9 +39,7 @@ def plan_step_cpu(k_cache: Tensor, tables: StepTables) -> StepPlan:
         places=torch.from_numpy((slots if written is None else slots[written]).astype(np.int64)),
         written=None if written is None else torch.from_numpy(written),
         num_decodes=len(lens),
-        decodes=()
-        if takes_tables
-        else tuple(_decode_chunks(tables.decode_tables.numpy()[order], lens[order], block_size, dtype)),
+        decodes=tuple(_decode_chunks(tables.decode_tables.numpy()[order], lens[order], block_size, dtype)),
         order=None if is_sorted else torch.from_numpy(order),
         ranks=None if is_sorted else torch.from_numpy(np.argsort(order)),
         prompts=tuple(_prompt_chunks(tables, len(lens), block_size)),

@@ -20,6 +20,7 @@ from proxy.exchange import Exchange, Phase, too_large
 from proxy.framing import Bytes, ChunkedBody, SizedBody
 from proxy.http1 import MAX_HEAD_BYTES, HeadParser, RequestHead
 from proxy.strangers import StrangerLog
+from proxy.turns import Turns
 
 if TYPE_CHECKING:
     from proxy.dispatcher import Dispatcher
@@ -82,6 +83,7 @@ class FrontDoor:
         self.client_timeout_s = client_timeout_s
         self.parser = HeadParser.for_requests(session_header)
         self.connections: set[ClientConnection] = set()
+        self.turns = Turns()
 
     def __call__(self) -> ClientConnection:
         """For `loop.create_server`."""
@@ -110,24 +112,27 @@ class ClientConnection(asyncio.Protocol):
         "_deadline_s",
         "_door",
         "_exchange",
+        "_held",
         "_is_full",
         "_is_kept_alive",
         "_is_lingering",
         "_is_streaming",
         "_parts",
+        "_send",
         "_size",
         "_stalled_bytes",
         "_transport",
         "_unread",
         "is_http_1_1",
-        "write",
     )
 
     def __init__(self, door: FrontDoor) -> None:
         self.is_http_1_1 = True
-        self.write: Callable[[bytes], object] = _discard  # sends bytes of an answer; the transport's own while it lives
         self._door = door
         self._transport: asyncio.Transport | None = None
+        self._send: Callable[[bytes], object] = _discard  # the transport's own `write` while it lives
+        # Of an answer: what is written in this connection's turn, or before if more is; None if it has no turn to come.
+        self._held: bytes | None = None
         self._exchange: Exchange | None = None
         self._unread = b""  # what came and is not yet looked at: half a head, or the next request
         self._body: SizedBody | ChunkedBody | None = None  # of the current request, until it is whole
@@ -145,7 +150,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """From asyncio."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        self.write = self._transport.write
+        self._send = self._transport.write
         self._door.connections.add(self)
         self._deadline_s = self._door.dispatcher.now_s + KEEPALIVE_S
         # Anything that the kernel does not take at once stops the replica's stream: a slow reader costs one read.
@@ -157,7 +162,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """From asyncio."""
-        self._transport, self.write = None, _discard
+        self._transport, self._send = None, _discard
         self._door.connections.discard(self)
         if self._exchange is not None:
             self._exchange.client_left()
@@ -317,7 +322,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _hand_over(self, data: bytes) -> None:
         """Gives the connection to aiohttp, for good."""
-        transport, self._transport, self.write = self._transport, None, _discard
+        transport, self._transport, self._send = self._transport, None, _discard
         self._door.connections.discard(self)
         if transport is None:
             return
@@ -328,6 +333,32 @@ class ClientConnection(asyncio.Protocol):
         protocol.data_received(data)
 
     # For the exchange.
+
+    def write(self, data: bytes) -> None:
+        """Sends bytes of an answer now, after what waits."""
+        if self._held:
+            data, self._held = self._held + data, b""
+        self._send(data)
+
+    def write_in_turn(self, data: bytes) -> None:
+        """Sends bytes of an answer that flows, once what is new has been handled; never more than one read waits."""
+        held = self._held
+        if held:
+            self.write(data)
+            return
+        self._held = data
+        if held is None:
+            self._door.turns.join(self)
+
+    def take_turn(self) -> None:
+        """Sends what waits, if it still does."""
+        data, self._held = self._held, None
+        if data:
+            self._send(data)
+
+    def _write_held(self) -> None:
+        if self._held:
+            self.write(b"")
 
     def respond(self, err: RequestError, route: str, request_id: bytes, more_lines: list[bytes]) -> None:
         """Sends an error as the whole answer."""
@@ -367,6 +398,7 @@ class ClientConnection(asyncio.Protocol):
     def exchange_ended(self, exchange: Exchange) -> None:
         """The answer has been written as far as it will be."""
         if self._exchange is exchange:
+            self._write_held()
             self._exchange = None
             self._after_answer()
 
@@ -425,5 +457,6 @@ class ClientConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Closes the connection, after what was written."""
+        self._write_held()
         if self._transport is not None:
             self._transport.close()

@@ -264,8 +264,7 @@ class Exchange:
         self._last = data
         if self.journal is not None:
             self.journal.record(data)
-        write = self.client.write
-        write(data)
+        self.client.write_in_turn(data)
 
     def _begin_to_flow(self, data: bytes, boundary: int) -> None:
         """Passes on the first part, or one that does not end with a whole chunk, or that goes on with such a chunk."""

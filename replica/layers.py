@@ -23,17 +23,19 @@ from replica.weights import WeightReader
 class Embedding:
     """The rank's rows of the vocabulary."""
 
-    def __init__(self, weights: WeightReader, name: str) -> None:
-        self.weight = weights.tensor(name)  # [V of this rank, H]
+    def __init__(self, weights: WeightReader, name: str, *, is_head: bool) -> None:
+        """`is_head`: its weight is that of the model's last linear too."""
+        weight = weights.tensor(name)  # [V of this rank, H]
+        self.weight = kernels.pack_embedding(weight) if is_head else weight
         self.first, self.last = weights.shards.vocab_rows
         self.is_whole = self.last - self.first == weights.shards.config.vocab_size
 
     def __call__(self, token_ids: Tensor) -> Tensor:  # [T] -> [T, H], a part: zeros where another rank has the row
         if self.is_whole:
-            return torch.nn.functional.embedding(token_ids, self.weight)
+            return kernels.embedding(self.weight, token_ids)
         is_here = (token_ids >= self.first) & (token_ids < self.last)
         rows = torch.where(is_here, token_ids - self.first, 0)
-        return torch.nn.functional.embedding(rows, self.weight) * is_here.unsqueeze(1)
+        return kernels.embedding(self.weight, rows) * is_here.unsqueeze(1)
 
 
 class DenseMlp:

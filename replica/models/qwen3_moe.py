@@ -29,12 +29,13 @@ class Qwen3Moe:
         """Reads the rank's weights. Positions up to `num_positions` can be served."""
         self.eps = config.rms_norm_eps
         self.vocab_size = config.vocab_size
-        self.embedding = Embedding(weights, "model.embed_tokens.weight")
+        tied = config.tie_word_embeddings
+        self.embedding = Embedding(weights, "model.embed_tokens.weight", is_head=tied)
         self.cos_sin = rope_table(config.rope, config.head_dim, num_positions, device)  # [P, D] float32
         self.layers = [DecoderLayer(config, weights, layer) for layer in range(config.num_layers)]
         self.norm = weights.tensor("model.norm.weight")  # [H]
-        # [V of this rank, H]. One that is tied stays as the embedding needs it: the largest matrix is not held twice.
-        self.head = Linear(self.embedding.weight) if config.tie_word_embeddings else load_linear(weights, "lm_head")
+        # [V of this rank, H]. One that is tied is not held twice: it is the largest matrix.
+        self.head = Linear(self.embedding.weight) if tied else load_linear(weights, "lm_head")
 
     def take_over(self, weights: WeightReader, layers: Iterable[int]) -> None:
         """Adds the blocks of MLPs and experts that `weights` has, in these layers, to what the rank holds."""

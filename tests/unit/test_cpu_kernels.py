@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import few_rows_cpu
+from kernels import bf16_cpu
 from kernels.attention_decode import attention_decode_reference
 from kernels.attention_prefill import attention_prefill_reference
 from kernels.fp8 import quantize_blocks
-from kernels.moe_experts import ExpertWeights, PackedExperts, moe_experts_reference
+from kernels.moe_experts import ExpertWeights, PackedExperts, StripExperts, moe_experts_reference
 from kernels.moe_routing import route_reference
 from kernels.packed_linear import padded_rows
 from kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -21,20 +21,21 @@ from kernels.rope_cache import qk_norm_rope_cache_reference
 from kernels.step_plan_cpu import TILE
 from tests.kernels.tensors import Pages, assert_close, random
 
+BF16 = torch.bfloat16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-needs_own_code = pytest.mark.skipif(few_rows_cpu.library() is None, reason="no g++, or no AVX512-BF16")
+needs_own_code = pytest.mark.skipif(bf16_cpu.library() is None, reason="no g++, or no AVX512-BF16")
 
 
 @pytest.fixture
 def only_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where few_rows.cpp cannot be had."""
-    monkeypatch.setattr(few_rows_cpu, "library", lambda: None)
+    """As where it cannot be compiled."""
+    monkeypatch.setattr(bf16_cpu, "library", lambda: None)
 
 
-@pytest.fixture(params=["few rows by our code, if it is there", "all by oneDNN"])
+@pytest.fixture(params=["our code, if it is there", "oneDNN"])
 def either_code(request: pytest.FixtureRequest) -> None:
     """Runs a test with both."""
-    if request.param == "all by oneDNN":
+    if request.param == "oneDNN":
         request.getfixturevalue("only_onednn")
 
 
@@ -56,46 +57,118 @@ def test_a_packed_linear_gives_the_product_of_the_plain_one_for_any_number_of_ro
 
 
 @needs_own_code
-def test_a_product_of_few_rows_is_that_of_each_of_its_rows_alone_to_the_last_bit() -> None:
-    for num_rows, columns in ((3, 70), (8, 64), (15, 257), (few_rows_cpu.MAX_ROWS, 5)):
-        x, weight = (random(n, columns, seed=n, dtype=torch.bfloat16) for n in (num_rows, 100))
-        y = few_rows_cpu.linear(x, weight, None)
-        assert_close(y, x.double() @ weight.double().T)
-        assert torch.equal(y, torch.cat([few_rows_cpu.linear(row, weight, None) for row in x.split(1)]))
-        assert torch.equal(y, few_rows_cpu.linear(x.t().contiguous().t(), weight, None))  # in another layout
+@pytest.mark.parametrize(("rows", "columns"), [(16, 2), (48, 70), (96, 256)])
+def test_a_row_of_a_product_is_what_it_is_alone_to_the_last_bit(rows: int, columns: int) -> None:
+    weight, bias = random(rows, columns, seed=1, dtype=BF16), random(rows, seed=2, dtype=BF16)
+    packed = kernels.pack_linear(weight)
+    assert bf16_cpu.is_packed(packed) and packed.nbytes == weight.nbytes
+    for num_rows in (1, 2, 11, 12, 13, 25, 400):
+        x = random(num_rows, columns, seed=num_rows, dtype=BF16)
+        y = kernels.linear(x, packed, bias)
+        assert_close(y, x.double() @ weight.double().T + bias.double())
+        assert torch.equal(y, torch.cat([kernels.linear(row, packed, bias) for row in x.split(1)]))
+        assert torch.equal(y, kernels.linear(x.t().contiguous().t(), packed, bias))  # in another layout
+
+
+@pytest.mark.usefixtures("either_code")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_embedding_that_is_a_linear_too_gives_its_rows(dtype: torch.dtype) -> None:
+    weight, x = random(80, 64, seed=1, dtype=dtype), random(3, 64, dtype=dtype)
+    packed = kernels.pack_embedding(weight)
+    ids = torch.tensor([0, 79, 17, 15, 16])
+    assert torch.equal(kernels.embedding(packed, ids), weight[ids])
+    assert_close(kernels.linear(x, packed), x.double() @ weight.double().T)
 
 
 @needs_own_code
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 64), ((6, 2), 40), ((16, 1), 128)])
+def test_a_tokens_experts_give_the_same_whatever_the_batch_to_the_last_bit() -> None:
+    packed = kernels.pack_experts(make_experts((64, 0, 32, 48, 16, 64, 64, 64), 64, BF16))
+    assert isinstance(packed, StripExperts)
+    x = random(300, 64, seed=3, dtype=BF16)
+    weights, ids = route_reference(random(300, 8, seed=4), 3, True)
+    together = kernels.moe_experts(x, packed, weights, ids)
+    for part in (slice(0, 1), slice(1, 8), slice(8, 30), slice(30, 300)):
+        assert torch.equal(together[part], kernels.moe_experts(x[part], packed, weights[part], ids[part]))
+
+
+@needs_own_code
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 64), ((6, 2), 40), ((16, 1), 128), ((2, 1), 18)])
 def test_our_attention_takes_any_grouping_of_heads_and_any_size(heads: tuple[int, int], head_dim: int) -> None:
-    lens = [1, 15, 16, 17, 0, 333]
-    pages = Pages(lens, num_kv_heads=heads[1], head_dim=head_dim, block_size=16, dtype=torch.bfloat16)
-    q = 8 * random(len(lens), heads[0], head_dim, dtype=torch.bfloat16)  # some scores are far below the largest
-    arguments = q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, head_dim**-0.5
-    assert_close(few_rows_cpu.attention(*arguments), attention_decode_reference(*arguments))
+    lens = [1, 15, 16, 17, 0, 333, 128, 129, 256]
+    pages = Pages(lens, num_kv_heads=heads[1], head_dim=head_dim, block_size=16, dtype=BF16)
+    q = 8 * random(len(lens), heads[0], head_dim, dtype=BF16)  # some scores are far below the largest
+    y = kernels.paged_attention(
+        q, plan_of(pages.k_cache, len(lens), (pages.tables, pages.lens)), pages.k_cache, pages.v_cache, head_dim**-0.5
+    )
+    expected = attention_decode_reference(q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, head_dim**-0.5)
+    assert_close(y, expected)
+
+
+@needs_own_code
+def test_a_query_attends_alike_to_the_last_bit_however_its_prompt_is_cut() -> None:
+    length = 450  # four blocks of keys
+    pages = Pages([length], num_kv_heads=2, head_dim=32, block_size=16, dtype=BF16)
+    q = random(length, 6, 32, dtype=BF16)
+
+    def attend(first: int, last: int) -> Tensor:
+        """The queries of one chunk."""
+        context, starts = torch.tensor([last]), torch.tensor([0, last - first])
+        prompts = pages.tables, starts.to(torch.int32), context.to(torch.int32)
+        plan = plan_of(pages.k_cache, last - first, prompts=prompts)
+        return kernels.paged_attention(q[first:last], plan, pages.k_cache, pages.v_cache, 0.2)
+
+    whole = attend(0, length)
+    for cut in (1, 127, 128, 300):
+        assert torch.equal(whole, torch.cat((attend(0, cut), attend(cut, length))))
+    for position in (0, 130, 449):
+        decodes = pages.tables, torch.tensor([position + 1], dtype=torch.int32)
+        plan = plan_of(pages.k_cache, 1, decodes)
+        alone = kernels.paged_attention(q[position : position + 1], plan, pages.k_cache, pages.v_cache, 0.2)
+        assert torch.equal(whole[position], alone[0])
 
 
 @needs_own_code
 def test_our_code_rounds_to_even_and_keeps_nan_and_infinity() -> None:
-    x = torch.tensor([[1.0, 2.0**-8], [1.0, 3 * 2.0**-8], [torch.nan, 1.0], [torch.inf, 1.0]], dtype=torch.bfloat16)
-    y = few_rows_cpu.linear(x, torch.ones(1, 2, dtype=torch.bfloat16), None)
-    assert y.flatten().tolist()[:2] == [1.0, 1 + 2.0**-6] and y[2].isnan() and y[3].isinf()
+    x = torch.tensor([[1.0, 2.0**-8], [1.0, 3 * 2.0**-8], [torch.nan, 1.0], [torch.inf, 1.0]], dtype=BF16)
+    y = kernels.linear(x, kernels.pack_linear(torch.ones(16, 2, dtype=BF16)))
+    assert y[0].eq(1.0).all() and y[1].eq(1 + 2.0**-6).all() and y[2].isnan().all() and y[3].isinf().all()
 
 
 @needs_own_code
 def test_our_code_refuses_what_it_would_read_as_something_else() -> None:
-    x, weight = random(2, 64, dtype=torch.bfloat16), random(8, 64, dtype=torch.bfloat16)
-    wrong = {
-        "contiguous": (x, random(8, 128, dtype=torch.bfloat16)[:, :64]),
-        "float32": (x.float(), weight),
-        "needs at most 16 rows of 64": (x[:, :32], weight),
-    }
-    for message, (rows, matrix) in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            few_rows_cpu.linear(rows, matrix, None)
-    experts = make_experts((32, 32), 64, torch.bfloat16)
+    x, packed = random(2, 64, dtype=BF16), kernels.pack_linear(random(16, 64, dtype=BF16))
+    with pytest.raises(ValueError, match="rows of 32, the weight's have 64"):
+        kernels.linear(x[:, :32], packed)
+    with pytest.raises(ValueError, match="float32"):
+        kernels.linear(x.float(), packed)
+    packed_experts = kernels.pack_experts(make_experts((32, 32), 64, BF16))
     with pytest.raises(ValueError, match="expert ids are -1 to 2, limit is 0 to 1"):
-        few_rows_cpu.experts(x, experts, torch.ones(2, 2), torch.tensor([[0, 2], [-1, 1]], dtype=torch.int32))
+        ids = torch.tensor([[0, 2], [-1, 1]], dtype=torch.int32)
+        kernels.moe_experts(x, packed_experts, torch.ones(2, 2), ids)
+
+
+@pytest.mark.usefixtures("either_code")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (40, 40), (128, 8)])
+def test_tokens_are_routed_as_by_the_reference_lower_ids_first(
+    dtype: torch.dtype, renormalize: bool, num_experts: int, top_k: int
+) -> None:
+    for num_tokens in (0, 1, 300):
+        logits = random(num_tokens, num_experts, seed=num_tokens, dtype=torch.bfloat16).to(dtype)  # many are equal
+        actual, expected = kernels.route(logits, top_k, renormalize), route_reference(logits, top_k, renormalize)
+        assert_close(actual[0], expected[0])
+        assert torch.equal(actual[1], expected[1])
+
+
+@needs_own_code
+def test_a_token_of_nan_is_routed_to_experts_that_exist() -> None:
+    logits = random(2, 32, dtype=BF16)
+    logits[0] = torch.nan
+    logits[1, 3] = torch.nan
+    weights, ids = kernels.route(logits, 4, True)
+    assert weights.isnan().all() and ids.ge(0).all() and ids.lt(32).all()
+    assert all(len(set(row)) == 4 for row in ids.tolist())
 
 
 @needs_own_code
@@ -104,10 +177,10 @@ def test_code_that_somebody_else_could_have_put_there_is_not_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, whose: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert few_rows_cpu.library.__wrapped__() is not None
+    assert bf16_cpu.library.__wrapped__() is not None
     (library,) = (path for path in tmp_path.rglob("*") if path.is_file())
     (library.parent if whose == "folder" else library).chmod(0o777)
-    assert few_rows_cpu.library.__wrapped__() is None
+    assert bf16_cpu.library.__wrapped__() is None
     assert "nobody else may write to it" in caplog.text
 
 
@@ -117,17 +190,17 @@ def test_without_a_compiler_there_is_no_code_but_a_warning(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert few_rows_cpu.library.__wrapped__() is None
+    assert bf16_cpu.library.__wrapped__() is None
     assert "no g++" in caplog.text
 
 
 @needs_own_code
 def test_the_code_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert few_rows_cpu.library.__wrapped__() is not None
+    assert bf16_cpu.library.__wrapped__() is not None
     (library,) = (path for path in tmp_path.rglob("*") if path.is_file())
     monkeypatch.setenv("PATH", str(tmp_path))  # no compiler any more
-    assert few_rows_cpu.library.__wrapped__() is not None
+    assert bf16_cpu.library.__wrapped__() is not None
     assert library.stat().st_mode & 0o022 == 0
 
 
@@ -158,14 +231,14 @@ def make_experts(widths: tuple[int, ...], hidden: int, dtype: torch.dtype) -> Ex
 
 @pytest.mark.usefixtures("either_code")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("widths", [(64,) * 8, (64, 0, 128, 128, 64, 40, 0, 7)])
+@pytest.mark.parametrize("widths", [(64,) * 8, (64, 0, 128, 128, 64, 48, 0, 16), (64, 0, 128, 128, 64, 40, 0, 7)])
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 17, 300])
 def test_packed_experts_add_the_parts_of_the_plain_ones(
     dtype: torch.dtype, widths: tuple[int, ...], num_tokens: int
 ) -> None:
     experts = make_experts(widths, 64, dtype)
     packed = kernels.pack_experts(experts)
-    assert isinstance(packed, PackedExperts)
+    assert isinstance(packed, PackedExperts | StripExperts)
     x = random(num_tokens, 64, seed=3, dtype=dtype)
     weights, expert_ids = route_reference(random(num_tokens, len(widths), seed=4), 3, True)
     y = kernels.moe_experts(x, packed, weights, expert_ids)
@@ -260,8 +333,8 @@ def test_decoding_sequences_attend_to_their_own_pages_alone(dtype: torch.dtype, 
     pages = Pages(lens, num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype)
     q = random(len(lens), 6, 8, dtype=dtype)
     plan = plan_of(pages.k_cache, len(lens), (pages.tables, pages.lens))
-    assert plan.cpu is not None
-    if not few_rows_cpu.serves(pages.k_cache):
+    if not bf16_cpu.serves(pages.k_cache):
+        assert plan.cpu is not None
         assert len(plan.cpu.decodes) > 3 and (plan.cpu.order is None) == is_sorted
     y = kernels.paged_attention(q, plan, pages.k_cache, pages.v_cache, 0.35)
     expected = attention_decode_reference(q, pages.k_cache, pages.v_cache, pages.tables, pages.lens, 0.35)

@@ -6,8 +6,10 @@ proxy it measures.  What it reports for one window of time:
 
 * requests/s, latency p50/p99, errors by kind, short streams (fewer events than sent)
 * for streams: events/s, time to first event, the gap between events, and, from the
-  stamps of `mock_worker.py`, the one-way latency of single events through the proxy and
-  the time to first event without what the worker itself took
+  stamps of `mock_worker.py`, the one-way latency of single events through the proxy, the
+  time to first event without what the worker itself took, and what of it the router took:
+  from the request's writing to its arrival in the worker's kernel, and from the first
+  event's writing to its arrival in ours
 * CPU seconds and memory of the proxy's session (`--session`), so that *CPU seconds
   per 1000 requests* and *per 1 million events* can be computed: the numbers that hold
   on a noisy machine
@@ -24,17 +26,18 @@ import asyncio
 import collections
 import dataclasses
 import json
+import re
 import socket
 import time
 import urllib.parse
 from array import array
 
 import procstat
+from arrivals import TimedProtocol
 
 EVENT = b"data: "
 STAMP = b'"content":"@'
-FIRST_STAMP = b'"content":"#'
-STAMP_DIGITS = 16
+FIRST_STAMPS = re.compile(rb'"content":"#([0-9a-f]{16})(?:#([0-9a-f]{16})#([0-9a-f]{16}))?"')
 
 
 @dataclasses.dataclass
@@ -98,17 +101,19 @@ class Window:
         self.latency = array("d")
         self.first = array("d")
         self.added = array("d")
+        self.way_there = array("d")
+        self.way_back = array("d")
+        self.router = array("d")  # both ways of one request
         self.gap = array("d")
         self.relay = array("d")
 
 
-class Client(asyncio.Protocol):
+class Client(TimedProtocol):
     """One keep-alive connection of the closed loop."""
 
     def __init__(self, run: Run, request: bytes):
         self.run, self.request = run, request
         self.scenario, self.window = run.scenario, run.window
-        self.transport: asyncio.Transport | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -119,15 +124,14 @@ class Client(asyncio.Protocol):
         self.status = 0
         self.events = 0
         self.sent_at = self.last_at = 0.0
+        self.sent_ns = 0  # of CLOCK_REALTIME, as the kernel's stamps are
         self.waiting = False
         self.counted = False
 
     def connection_made(self, transport):
-        self.transport = transport
-        sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().connection_made(transport)
         if len(self.request) > 1 << 16:  # let a big request leave in one write
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         self.send()
 
     def send(self) -> None:
@@ -137,11 +141,14 @@ class Client(asyncio.Protocol):
             return
         self.reset()
         self.waiting = True
+        self.wants_stamps = self.scenario.stamps
         self.counted = self.window.open
+        self.sent_ns = time.time_ns()
         self.sent_at = self.last_at = time.perf_counter()
         self.transport.write(self.request)
 
     def connection_lost(self, exc):
+        super().connection_lost(exc)
         if self.waiting and not self.run.stopping:
             if self.head_done and self.left == -2 and not exc:
                 self.done()
@@ -220,10 +227,7 @@ class Client(asyncio.Protocol):
             window.reads += 1
             if self.events == 0:
                 if self.counted:
-                    window.first.append(now - self.sent_at)
-                    own = stamp_after(data, FIRST_STAMP)
-                    if own is not None:
-                        window.added.append(now - self.sent_at - own)
+                    self.sample_first(data, now - self.sent_at)
             elif self.scenario.itl_ms:
                 window.gap.append(now - self.last_at)
             if self.scenario.stamps:
@@ -235,6 +239,21 @@ class Client(asyncio.Protocol):
                     at = data.find(STAMP, at + 30)
         self.events += events
         self.last_at = now
+        self.wants_stamps = False  # only the first event's arrival is asked for
+
+    def sample_first(self, data: bytes, took: float) -> None:
+        """Sample the time to the first event."""
+        window = self.window
+        window.first.append(took)
+        stamps = FIRST_STAMPS.search(data)
+        if stamps is None:
+            return
+        window.added.append(took - int(stamps[1], 16) / 1e9)
+        if stamps[2] is not None:
+            there, back = int(stamps[2], 16) - self.sent_ns, self.received_ns - int(stamps[3], 16)
+            window.way_there.append(there / 1e9)
+            window.way_back.append(back / 1e9)
+            window.router.append((there + back) / 1e9)
 
     def done(self, now: float | None = None) -> None:
         """The answer is whole: account for it and go on."""
@@ -341,6 +360,9 @@ class Run:
             "latency_ms": quantiles(window.latency),
             "first_ms": quantiles(window.first),
             "added_ms": quantiles(window.added),
+            "way_there_ms": quantiles(window.way_there),
+            "way_back_ms": quantiles(window.way_back),
+            "router_ms": quantiles(window.router),
             "gap_ms": quantiles(window.gap),
             "relay_ms": quantiles(window.relay),
             "events_per_read": window.events / window.reads if window.reads else None,
@@ -363,12 +385,6 @@ class Run:
             0.0, out["machine_cpu"] - out["load_cpu"] - out["workers_cpu"] - out.get("proxy_cpu", 0.0)
         )
         return out
-
-
-def stamp_after(data: bytes, mark: bytes) -> float | None:
-    """The first of the worker's times after the mark, in seconds; None if it is not there whole."""
-    digits = data.partition(mark)[2][:STAMP_DIGITS]
-    return int(digits, 16) / 1e9 if len(digits) == STAMP_DIGITS else None
 
 
 def quantiles(samples: array) -> dict | None:

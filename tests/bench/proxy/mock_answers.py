@@ -118,6 +118,8 @@ class Shape:
         """One content chunk, stamped."""
         return b"%s@%016x%s" % (self.frame_head, now_ns, self.frame_tail)
 
-    def first_frame(self, own_ns: int) -> bytes:
-        """A stream's first chunk, which says how long the worker itself took for it."""
-        return b"%s#%016x%s" % (self.frame_head, own_ns, self.frame_tail)
+    def first_frame(self, own_ns: int, stamps: tuple[int, ...]) -> bytes:
+        """A stream's first chunk, which says how long the worker itself took for it, and more times if given."""
+        payload = b"".join(b"#%016x" % ns for ns in (own_ns, *stamps))
+        head = self.frame_head.partition(b"\r\n")[2]
+        return http_chunk(head + payload + self.frame_tail.removesuffix(b"\r\n"))

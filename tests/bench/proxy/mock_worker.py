@@ -16,7 +16,9 @@ Each content chunk carries the CLOCK_MONOTONIC time of the step that made it
 (`"content":"@<16 hex digits>"`), so a client on the same machine can compute the
 one-way latency that a proxy adds to every single chunk.  A stream's first chunk carries
 (after `#`) the nanoseconds from the request's arrival here to its first step: what is left
-of the client's time to first token is what the way there and back took.
+of the client's time to first token is what the way there and back took.  With `stamps` two
+more numbers follow: when the kernel received the request and when the chunk was written, in
+nanoseconds of CLOCK_REALTIME, between which nothing of the time is the router's.
 
 Knobs, all of them settable per port while running (`POST /mock/config`):
 
@@ -28,6 +30,7 @@ Knobs, all of them settable per port while running (`POST /mock/config`):
 `fault_after`    content chunks before a stream fault strikes
 `fault_every`    strike every n-th inference request (1 = all)
 `health`         status code of the health endpoints
+`stamps`         1: first chunks have the kernel's time stamps, at a system call for each read
 =================  ====================================================================
 """
 
@@ -41,6 +44,7 @@ import json
 import socket
 import time
 
+from arrivals import TimedProtocol
 from mock_answers import EDGE, SSE_HEAD, Shape, header, http_answer, json_answer
 
 #: die: close the socket mid-stream; reset: the same with RST; hang: never answer;
@@ -61,6 +65,7 @@ class Config:
     fault_after: int = 8
     fault_every: int = 1
     health: int = 200
+    stamps: int = 0
 
     def update(self, values: dict) -> None:
         """Set the named fields, converting each value to the field's type."""
@@ -125,7 +130,7 @@ class Engine:
             progressed = True
             shape = connection.shape
             if connection.sent == 0:
-                frame = shape.first_frame(now_ns - connection.arrived_ns)
+                frame = shape.first_frame(now_ns - connection.arrived_ns, connection.stamps())
             else:
                 frame = frames.get(id(shape)) or frames.setdefault(id(shape), shape.frame(now_ns))
             if connection.emit(frame):
@@ -206,12 +211,11 @@ class Worker:
         return ""
 
 
-class Connection(asyncio.Protocol):
+class Connection(TimedProtocol):
     """One HTTP/1.1 keep-alive connection."""
 
     def __init__(self, worker: Worker):
         self.worker = worker
-        self.transport: asyncio.Transport | None = None
         self.paused = False
         self.busy = False  # an answer is pending or running
         self.buffer = bytearray()
@@ -227,14 +231,11 @@ class Connection(asyncio.Protocol):
     # -- transport events
 
     def connection_made(self, transport):
-        self.transport = transport
+        super().connection_made(transport)
         self.worker.stats.connections += 1
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def connection_lost(self, exc):
-        self.transport = None
+        super().connection_lost(exc)
         if self.busy:
             self.busy = False
             self.worker.stats.aborted += 1
@@ -249,6 +250,10 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self):
         return False
+
+    def get_buffer(self, sizehint):
+        self.wants_stamps = self.worker.config.stamps
+        return super().get_buffer(sizehint)
 
     def data_received(self, data):
         if self.skip_left:
@@ -395,6 +400,10 @@ class Connection(asyncio.Protocol):
         return worker.pages.get(path) or json_answer({"error": "no such page"}, 404)
 
     # -- answers
+
+    def stamps(self) -> tuple[int, ...]:
+        """When the kernel received the request, and the time now, if stamps are wanted."""
+        return (self.received_ns, time.time_ns()) if self.worker.config.stamps else ()
 
     def emit(self, frame: bytes) -> bool:
         """Write the next chunk; whether the stream goes on."""

@@ -267,7 +267,7 @@ class Results:
         try:
             self.notes[name] = check(proxy, workers)
             for scenario in self.scenarios:
-                workers.configure(itl_ms=scenario.itl_ms, ttft_ms=scenario.ttft_ms)
+                workers.configure(itl_ms=scenario.itl_ms, ttft_ms=scenario.ttft_ms, stamps=scenario.stamps)
                 result = measure(proxy, workers, scenario, args)
                 self.rounds[scenario.name][name].append(result)
                 print(progress(number, name, scenario.name, result), file=sys.stderr, flush=True)
