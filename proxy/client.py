@@ -112,7 +112,6 @@ class ClientConnection(asyncio.Protocol):
         "_deadline_s",
         "_door",
         "_exchange",
-        "_held",
         "_is_full",
         "_is_kept_alive",
         "_is_lingering",
@@ -122,6 +121,7 @@ class ClientConnection(asyncio.Protocol):
         "_size",
         "_stalled_bytes",
         "_transport",
+        "_turns",
         "_unread",
         "is_http_1_1",
     )
@@ -129,10 +129,9 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, door: FrontDoor) -> None:
         self.is_http_1_1 = True
         self._door = door
+        self._turns = door.turns
         self._transport: asyncio.Transport | None = None
         self._send: Callable[[bytes], object] = _discard  # the transport's own `write` while it lives
-        # Of an answer: what is written in this connection's turn, or before if more is; None if it has no turn to come.
-        self._held: bytes | None = None
         self._exchange: Exchange | None = None
         self._unread = b""  # what came and is not yet looked at: half a head, or the next request
         self._body: SizedBody | ChunkedBody | None = None  # of the current request, until it is whole
@@ -153,7 +152,8 @@ class ClientConnection(asyncio.Protocol):
         self._send = self._transport.write
         self._door.connections.add(self)
         self._deadline_s = self._door.dispatcher.now_s + KEEPALIVE_S
-        # Anything that the kernel does not take at once stops the replica's stream: a slow reader costs one read.
+        # Anything that the kernel does not take at once stops the replica's stream: a slow reader costs two reads,
+        # one that waits for its turn and one that came meanwhile.
         # (Not 0: TLS transports pause at the limit, not above it.)
         self._transport.set_write_buffer_limits(high=1, low=0)
         sock = transport.get_extra_info("socket")
@@ -336,29 +336,21 @@ class ClientConnection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Sends bytes of an answer now, after what waits."""
-        if self._held:
-            data, self._held = self._held + data, b""
-        self._send(data)
+        held = self._turns.waiting.pop(self, None)
+        self._send(held + data if held else data)
 
     def write_in_turn(self, data: bytes) -> None:
         """Sends bytes of an answer that flows, once what is new has been handled; never more than one read waits."""
-        held = self._held
-        if held:
+        if self in self._turns.waiting:
             self.write(data)
-            return
-        self._held = data
-        if held is None:
-            self._door.turns.join(self)
+        else:
+            self._turns.join(self, data)
 
-    def take_turn(self) -> None:
-        """Sends what waits, if it still does."""
-        data, self._held = self._held, None
-        if data:
-            self._send(data)
-
-    def _write_held(self) -> None:
-        if self._held:
-            self.write(b"")
+    def write_held(self) -> None:
+        """Sends what waits, if something does."""
+        held = self._turns.waiting.pop(self, None)
+        if held:
+            self._send(held)
 
     def respond(self, err: RequestError, route: str, request_id: bytes, more_lines: list[bytes]) -> None:
         """Sends an error as the whole answer."""
@@ -398,7 +390,7 @@ class ClientConnection(asyncio.Protocol):
     def exchange_ended(self, exchange: Exchange) -> None:
         """The answer has been written as far as it will be."""
         if self._exchange is exchange:
-            self._write_held()
+            self.write_held()
             self._exchange = None
             self._after_answer()
 
@@ -457,6 +449,6 @@ class ClientConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Closes the connection, after what was written."""
-        self._write_held()
+        self.write_held()
         if self._transport is not None:
             self._transport.close()

@@ -5,41 +5,47 @@ as reading it. A request, or the first bytes of an answer, would wait for all th
 client with an event to write takes its turn instead: the event loop reads everything that is ready, and what is new in
 it is sent as it is read; then some clients are written to, and the loop looks again.
 
-No client waits long for that. They take turns in the order in which they came, each is there once, and of many, many
-are written to in one turn. What is read for one that waits already is written at once, with what waits, and so is the
-end of an answer (`ClientConnection.write_in_turn`).
+No client waits long for that. They take turns in the order in which they came, each is there once, and the more come,
+the more are written to in one turn. What is read for one that waits already is written at once, with what waits, and so
+is the end of an answer (`ClientConnection.write_in_turn`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from proxy.client import ClientConnection
 
 FEWEST: Final = 16  # clients written to in one turn: less than 0.2 ms, for which one more look at the sockets is cheap
-PART: Final = 8  # of very many clients, one in so many is written to in one turn
+PART: Final = 4  # for so many clients that came since the last turn, at least one is written to
 
 
 class Turns:
-    """The clients with an event to write. Used on one event loop."""
+    """The clients that wait, and what for. A client that is written to before its turn is taken out by who does so."""
 
     def __init__(self) -> None:
-        self._waiting: deque[ClientConnection] = deque()
+        self.waiting: dict[ClientConnection, bytes] = {}  # the first to come is the first
+        self._joined = 0  # since the last turn
+        self._is_due = False  # a turn comes
 
-    def join(self, client: ClientConnection) -> None:
-        """The client is written to in its turn."""
-        if not self._waiting:
+    def join(self, client: ClientConnection, data: bytes) -> None:
+        """The client, which does not wait yet, is written to in its turn."""
+        self.waiting[client] = data
+        self._joined += 1
+        if not self._is_due:
+            self._is_due = True
             asyncio.get_running_loop().call_soon(self._write_some)
-        self._waiting.append(client)
 
     def _write_some(self) -> None:
-        waiting = self._waiting
+        count = max(FEWEST, self._joined // PART)
+        self._joined = 0
         try:
-            for _ in range(min(max(FEWEST, len(waiting) // PART), len(waiting))):
-                waiting.popleft().take_turn()
+            for client in list(islice(self.waiting, count)):
+                client.write_held()
         finally:
-            if waiting:
+            self._is_due = bool(self.waiting)
+            if self._is_due:
                 asyncio.get_running_loop().call_soon(self._write_some)

@@ -21,7 +21,7 @@ from proxy.http1 import MAX_HEAD_BYTES, AnswerHead, HeadParser
 # Below uvicorn's 5 s, the shortest of the servers met: a connection that is about to be closed is not used again.
 IDLE_CONNECTION_S: Final = 4.0
 # What the kernel may hold of an answer that is not read; doubled by it, half of that is data. One read is never more,
-# so this also bounds what a client that does not read costs here.
+# so twice this bounds what a client that does not read costs here.
 RECEIVE_BUFFER_BYTES: Final = 96 * 1024
 NO_BODY: Final = (204, 304)
 

@@ -23,29 +23,33 @@ struct Pages {
   const int32_t* table;
   int64_t block_size, num_heads, head, D;
 
-  const bf16* at(const bf16* cache, int64_t position) const {
-    return cache + ((table[position / block_size] * block_size + position % block_size) * num_heads + head) * D;
+  // places[i] = where position `first` + i begins in the cache, for n positions.
+  void find(int64_t first, int64_t n, int64_t* places) const {
+    int64_t block = first / block_size, offset = first % block_size;
+    for (int64_t i = 0; i < n; block++, offset = 0)
+      for (; i < n && offset < block_size; i++, offset++)
+        places[i] = ((table[block] * block_size + offset) * num_heads + head) * D;
   }
 };
 
-// `size` keys from position `first` on -> the strips of a matrix [size rounded up to kPair, D]; 0 past the last.
-void keys_as_strips(const Pages& pages, const bf16* cache, int64_t first, int64_t size, bf16* strips) {
+// `size` keys -> the strips of a matrix [size rounded up to kPair, D]; 0 past the last.
+void keys_as_strips(const bf16* cache, const int64_t* places, int64_t size, int64_t D, bf16* strips) {
   for (int64_t n = 0; n < rounded_up(size, kPair); n += kLanes) {
     const bf16* rows[kLanes];
-    for (int64_t i = 0; i < kLanes; i++) rows[i] = n + i < size ? pages.at(cache, first + n + i) : nullptr;
-    pack_strip(rows, pages.D, strips + n * pages.D);
+    for (int64_t i = 0; i < kLanes; i++) rows[i] = n + i < size ? cache + places[n + i] : nullptr;
+    pack_strip(rows, D, strips + n * D);
   }
 }
 
-// `size` values from position `first` on -> the strips of a matrix [D rounded up to kPair, size rounded up to 2].
-void values_as_strips(const Pages& pages, const bf16* cache, int64_t first, int64_t size, bf16* strips) {
+// `size` values -> the strips of a matrix [D rounded up to kPair, size rounded up to 2].
+void values_as_strips(const bf16* cache, const int64_t* places, int64_t size, int64_t D, bf16* strips) {
   const int64_t even = rounded_up(size, 2);
   for (int64_t n = 0; n < even; n += 2) {
-    const bf16* values = pages.at(cache, first + n);
+    const bf16* values = cache + places[n];
     const bool has_next = n + 1 < size;
-    const bf16* next = has_next ? pages.at(cache, first + n + 1) : values;
-    for (int64_t d = 0; d < rounded_up(pages.D, kPair); d += kLanes) {
-      const __mmask16 mask = pages.D > d ? first_lanes(pages.D - d) : 0;
+    const bf16* next = has_next ? cache + places[n + 1] : values;
+    for (int64_t d = 0; d < rounded_up(D, kPair); d += kLanes) {
+      const __mmask16 mask = D > d ? first_lanes(D - d) : 0;
       const __m512i even_lanes = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, values + d));
       const __m512i odd_lanes = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(has_next ? mask : 0, next + d));
       _mm512_storeu_si512(strips + d * even + n * kLanes, _mm512_or_si512(even_lanes, _mm512_slli_epi32(odd_lanes, 16)));
@@ -101,11 +105,15 @@ template <class Visible>
 void add_block(Scratch& scratch, const Pages& pages, const bf16* k_cache, const bf16* v_cache, int64_t first,
                int64_t size, int64_t rows, float scale, Visible visible) {
   const int64_t D = pages.D, width = rounded_up(size, kLanes);
-  keys_as_strips(pages, k_cache, first, size, scratch.keys.data());
+  int64_t places[kKeys];
+  pages.find(first, size, places);
+  for (const bf16* cache : {k_cache, v_cache})  // all at once: pages lie anywhere
+    for (int64_t i = 0; i < size; i++)
+      for (int64_t d = 0; d < D; d += kPair) _mm_prefetch((const char*)(cache + places[i] + d), _MM_HINT_T1);
+  keys_as_strips(k_cache, places, size, D, scratch.keys.data());
   for (int64_t n = 0; n < size; n += kPair) {
     const bf16* strip = &scratch.keys[n * D];
-    products(strip, strip + kLanes * D, D, scratch.queries.data(), rows,
-             [&](int64_t r, const float* scores) { std::copy(scores, scores + kPair, &scratch.scores[r * kKeys + n]); });
+    products(strip, strip + kLanes * D, D, scratch.queries.data(), rows, &scratch.scores[n], kKeys);
   }
   for (int64_t r = 0; r < rows; r++) {
     const int64_t seen = std::clamp<int64_t>(visible(r) - first, 0, size);
@@ -119,7 +127,7 @@ void add_block(Scratch& scratch, const Pages& pages, const bf16* k_cache, const 
     float* sums = &scratch.sums[r * scratch.width];
     for (int64_t d = 0; d < scratch.width; d++) sums[d] *= kept;
   }
-  values_as_strips(pages, v_cache, first, size, scratch.values.data());
+  values_as_strips(v_cache, places, size, D, scratch.values.data());
   const int64_t even = rounded_up(size, 2);
   for (int64_t d = 0; d < D; d += kPair) {
     const bf16* strip = &scratch.values[d * even];

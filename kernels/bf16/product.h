@@ -15,8 +15,10 @@
 
 using Rows = const bf16* const*;
 
-constexpr int64_t kTile = 12;            // rows at a time: their sums with two strips fill 24 of 32 registers
-constexpr int64_t kPair = 2 * kLanes;    // outputs of two strips
+constexpr int64_t kTile = 12;          // rows at a time: their sums with two strips fill 24 of 32 registers
+constexpr int64_t kPair = 2 * kLanes;  // outputs of two strips
+constexpr int64_t kReading = 8;        // for so few rows the time is that of reading memory, which needs no help
+constexpr int64_t kAhead = 2048;       // bytes: for more, strips come from a cache, and are asked for in time
 
 // 16 rows of up to 16 pairs -> one strip's part for those pairs: lane n of out[k] is lane k of rows[n].
 inline void transpose(__m512i (&rows)[kLanes], __m512i (&out)[kLanes]) {
@@ -35,12 +37,14 @@ inline void transpose(__m512i (&rows)[kLanes], __m512i (&out)[kLanes]) {
     }
 #pragma GCC unroll 4
   for (int k = 0; k < 4; k++) {  // rows[4 i + k] has, in quarter q, lane 4 q + k of rows 4 i to 4 i + 3
-    const __m512i low = _mm512_shuffle_i32x4(rows[k], rows[4 + k], 0x44), high = _mm512_shuffle_i32x4(rows[k], rows[4 + k], 0xee);
-    const __m512i low2 = _mm512_shuffle_i32x4(rows[8 + k], rows[12 + k], 0x44), high2 = _mm512_shuffle_i32x4(rows[8 + k], rows[12 + k], 0xee);
-    out[k] = _mm512_shuffle_i32x4(low, low2, 0x88);
-    out[4 + k] = _mm512_shuffle_i32x4(low, low2, 0xdd);
-    out[8 + k] = _mm512_shuffle_i32x4(high, high2, 0x88);
-    out[12 + k] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+    const __m512i low = _mm512_shuffle_i32x4(rows[k], rows[4 + k], 0x44);
+    const __m512i high = _mm512_shuffle_i32x4(rows[k], rows[4 + k], 0xee);
+    const __m512i next_low = _mm512_shuffle_i32x4(rows[8 + k], rows[12 + k], 0x44);
+    const __m512i next_high = _mm512_shuffle_i32x4(rows[8 + k], rows[12 + k], 0xee);
+    out[k] = _mm512_shuffle_i32x4(low, next_low, 0x88);
+    out[4 + k] = _mm512_shuffle_i32x4(low, next_low, 0xdd);
+    out[8 + k] = _mm512_shuffle_i32x4(high, next_high, 0x88);
+    out[12 + k] = _mm512_shuffle_i32x4(high, next_high, 0xdd);
   }
 }
 
@@ -62,13 +66,17 @@ inline void pack_strip(const bf16* const* rows, int64_t K, bf16* strip) {
   }
 }
 
-// sums[m] = the products of x[m], K elements, with the rows of strips `first` and `second`.
+// out[m * stride] and the 31 after it = the products of x[m], K elements, with the rows of two strips.
 template <int M>
-inline void tile(const bf16* first, const bf16* second, int64_t K, Rows x, float (*sums)[kPair]) {
+void tile(const bf16* first, const bf16* second, int64_t K, Rows x, float* out, int64_t stride) {
   __m512 low[M], high[M];
 #pragma GCC unroll 12
   for (int m = 0; m < M; m++) low[m] = high[m] = _mm512_setzero_ps();
   for (int64_t k = 0; k < K; k += 2) {
+    if (M > kReading) {
+      _mm_prefetch((const char*)(first + k * kLanes) + kAhead, _MM_HINT_T0);
+      _mm_prefetch((const char*)(second + k * kLanes) + kAhead, _MM_HINT_T0);
+    }
     const auto a = (__m512bh)_mm512_loadu_si512(first + k * kLanes);
     const auto b = (__m512bh)_mm512_loadu_si512(second + k * kLanes);
 #pragma GCC unroll 12
@@ -82,25 +90,35 @@ inline void tile(const bf16* first, const bf16* second, int64_t K, Rows x, float
   }
 #pragma GCC unroll 12
   for (int m = 0; m < M; m++) {
-    _mm512_storeu_ps(sums[m], low[m]);
-    _mm512_storeu_ps(sums[m] + kLanes, high[m]);
+    _mm512_storeu_ps(out + m * stride, low[m]);
+    _mm512_storeu_ps(out + m * stride + kLanes, high[m]);
   }
 }
 
-inline void tile_of(int64_t M, const bf16* first, const bf16* second, int64_t K, Rows x, float (*sums)[kPair]) {
-  constexpr decltype(&tile<1>) kTiles[] = {tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>,  tile<6>,
-                                           tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
-  kTiles[M - 1](first, second, K, x, sums);
-}
+constexpr decltype(&tile<1>) kTiles[] = {tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>,  tile<6>,
+                                         tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
 
-// use(m, products) for each of M rows of K elements, with those of 32 rows of a weight, which lie in two strips.
+// M rows in tiles of much the same size: use(first, size) for each.
 template <class Use>
-void products(const bf16* first, const bf16* second, int64_t K, Rows x, int64_t M, Use use) {
-  float sums[kTile][kPair];
-  for (int64_t m = 0, tiles = (M + kTile - 1) / kTile; tiles > 0; tiles--) {  // of much the same size each
+void for_tiles(int64_t M, Use use) {
+  for (int64_t m = 0, tiles = (M + kTile - 1) / kTile; tiles > 0; tiles--) {
     const int64_t size = (M - m + tiles - 1) / tiles;
-    tile_of(size, first, second, K, x + m, sums);
-    for (int64_t i = 0; i < size; i++) use(m + i, sums[i]);
+    use(m, size);
     m += size;
   }
+}
+
+// As `tile`, for any number of rows.
+inline void products(const bf16* first, const bf16* second, int64_t K, Rows x, int64_t M, float* out, int64_t stride) {
+  for_tiles(M, [&](int64_t m, int64_t size) { kTiles[size - 1](first, second, K, x + m, out + m * stride, stride); });
+}
+
+// use(m, sums) with the products of each row m, 32 of them.
+template <class Use>
+void products(const bf16* first, const bf16* second, int64_t K, Rows x, int64_t M, Use use) {
+  float sums[kTile * kPair];
+  for_tiles(M, [&](int64_t m, int64_t size) {
+    kTiles[size - 1](first, second, K, x + m, sums, kPair);
+    for (int64_t i = 0; i < size; i++) use(m + i, sums + i * kPair);
+  });
 }

@@ -38,13 +38,7 @@ class TimedProtocol(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc):
         self.transport = None
-        self.leave_socket()
-
-    def leave_socket(self) -> None:
-        """Gives the descriptor back to the transport alone."""
-        if self._sock is not None:
-            self._sock.detach()
-            self._sock = None
+        self._sock.detach()  # the transport closes it
 
     def get_buffer(self, sizehint):
         if self.wants_stamps:

@@ -48,7 +48,7 @@ def table(scenario: load.Scenario, results: dict[str, list[dict]]) -> str:
     if scenario.stream:
         heads[5:7] = ["TTFT p50 ms", "TTFT p99 ms", "added TTFT p50 ms"]
     if scenario.stamps:
-        heads[8:8] = ["relay p50 ms", "relay p99 ms", "gap p99 ms"]
+        heads[8:8] = ["router TTFT p50 ms", "there", "back", "relay p50 ms", "relay p99 ms", "gap p99 ms"]
     direct = middle(results.get("direct", []), rate)
     nginx = middle(results.get("nginx", []), per)
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
@@ -79,6 +79,9 @@ def table(scenario: load.Scenario, results: dict[str, list[dict]]) -> str:
             cells[7:7] = [show(middle(rounds, "added_ms", "p50"))]
         if scenario.stamps:
             cells[8:8] = [
+                show(middle(rounds, "router_ms", "p50")),
+                show(middle(rounds, "way_there_ms", "p50")),
+                show(middle(rounds, "way_back_ms", "p50")),
                 show(middle(rounds, "relay_ms", "p50")),
                 show(middle(rounds, "relay_ms", "p99")),
                 show(middle(rounds, "gap_ms", "p99")),
