@@ -4,7 +4,8 @@ The random number is a function of (seed, choice, output index) alone: the first
 al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with the seed as key and (output index, choice, 0, 0) as
 counter. So the numbers do not depend on the batch around a row, and a stream that continues on another replica draws
 the same ones. The logits are equal up to the rounding of the dtype, since that of a matmul depends on its number of
-rows: tokens are equal in float32, but for draws within rounding of a boundary, and may differ in bfloat16.
+rows: tokens are equal in float32, but for draws within rounding of a boundary, and may differ in bfloat16, unless
+bf16_cpu.py computes it.
 
 The rule, for one row:
   temperature 0    the most likely token, the lowest id on ties

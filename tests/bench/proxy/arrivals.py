@@ -28,13 +28,13 @@ class TimedProtocol(asyncio.BufferedProtocol):
     wants_stamps = False
     received_ns = 0  # CLOCK_REALTIME nanoseconds, of the read that is going on
     _sock: socket.socket | None = None
+    _has_stamps = False
 
     def connection_made(self, transport):
         self.transport = transport
         # The same descriptor, still the transport's own: its socket cannot peek.
         self._sock = socket.socket(fileno=transport.get_extra_info("socket").fileno())
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
 
     def connection_lost(self, exc):
         self.transport = None
@@ -42,6 +42,9 @@ class TimedProtocol(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint):
         if self.wants_stamps:
+            if not self._has_stamps:  # else packets come as they always do
+                self._sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+                self._has_stamps = True
             self.received_ns = self.read_stamp_ns()
         return _buffer
 
@@ -53,7 +56,7 @@ class TimedProtocol(asyncio.BufferedProtocol):
         raise NotImplementedError
 
     def read_stamp_ns(self) -> int:
-        """The kernel's stamp on the first unread byte; now, if there is none (the end of the connection)."""
+        """The kernel's stamp on the first unread byte; now, if there is none: the first time, and at the end."""
         try:
             _, fields, _, _ = self._sock.recvmsg(1, 64, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except OSError:
