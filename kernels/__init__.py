@@ -25,6 +25,7 @@ from kernels import sampling as _sampling
 from kernels import step_plan as _step_plan
 from kernels import step_plan_cpu as _step_plan_cpu
 from kernels import swiglu as _swiglu
+from kernels import swiglu_cpu as _swiglu_cpu
 from kernels.device import dispatched
 from kernels.fp8 import group_maxima, linear_fp8_scaled, scale_of
 from kernels.moe_experts import Experts, ExpertWeights
@@ -49,7 +50,7 @@ qk_norm_rope_cache = dispatched(_rope_cache.qk_norm_rope_cache, _rope_cache.qk_n
 rms_norm = dispatched(_rms_norm.rms_norm, _rms_norm_cpu.rms_norm_cpu)
 route = dispatched(_moe_routing.route, _moe_routing_cpu.route_cpu)
 sample = dispatched(_sampling.sample, _sampling.sample_reference)
-swiglu = dispatched(_swiglu.swiglu, _swiglu.swiglu_reference)
+swiglu = dispatched(_swiglu.swiglu, _swiglu_cpu.swiglu_cpu)
 
 __all__ = [
     "ExpertWeights",

@@ -1,7 +1,8 @@
 """Bfloat16 on CPUs with AVX512-BF16, by code of our own (the folder bf16, where product.h says how).
 
 All that a step does to its tokens is there but for sampling. A token's result is the same to the last bit whatever else
-is in the step, and whether its prompt was computed at once, in parts, or anew after a preemption.
+is in the step, and whether its prompt was computed at once, in parts, or anew after a preemption. Not so in a model
+with weights that do not fill strips of 16 rows: oneDNN multiplies those.
 
 The code is compiled when the first weight is packed, in some three seconds, and kept in the user's cache folder. It
 only makes things faster: where there is no compiler, or the CPU lacks these instructions, torch and oneDNN do the same.
@@ -43,9 +44,9 @@ def library() -> ctypes.CDLL | None:
     if not torch.cpu._is_avx512_bf16_supported():
         return None
     try:
-        loaded = ctypes.CDLL(str(_compiled(Path.home() / _CACHE_FOLDER)))
+        loaded = _load(Path.home() / _CACHE_FOLDER)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as err:  # RuntimeError: the user has no home
-        logger.warning("bfloat16 models take twice the time: kernels/bf16 cannot be compiled error=%s", err)
+        logger.warning("bfloat16 models take twice the time: kernels/bf16 cannot be compiled and loaded error=%s", err)
         return None
     pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     loaded.pack.argtypes = (*[pointer] * 2, *[size] * 2)
@@ -55,8 +56,9 @@ def library() -> ctypes.CDLL | None:
     loaded.rms_norm.argtypes = (*[pointer] * 5, *[size] * 2, real)
     loaded.cache_heads.argtypes = (*[pointer] * 8, *[size] * 4, real)
     loaded.route.argtypes = (*[pointer] * 3, *[size] * 3, ctypes.c_bool)
-    for function in (loaded.pack, loaded.linear, loaded.attention, loaded.rms_norm, loaded.cache_heads, loaded.route):
-        function.restype = None
+    loaded.swiglu.argtypes = (*[pointer] * 2, *[size] * 2)
+    for name in ("pack", "linear", "attention", "rms_norm", "cache_heads", "route", "swiglu"):
+        getattr(loaded, name).restype = None
     loaded.experts.restype = ctypes.c_bool
     return loaded
 
@@ -187,6 +189,14 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     return weights, expert_ids
 
 
+def swiglu(x: Tensor) -> Tensor:
+    """See swiglu.swiglu."""
+    T, F = x.shape[0], x.shape[1] // 2
+    y = x.new_empty((T, F))
+    _run("swiglu", (x.contiguous(), y), (BF16, BF16), T, F)
+    return y
+
+
 def _run(name: str, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], *sizes: float) -> bool | None:
     """Calls a function of the library. Raises ValueError for tensors that it would read as something else."""
     for tensor, dtype in zip(tensors, dtypes, strict=True):
@@ -200,21 +210,28 @@ def _run(name: str, tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dty
     return result
 
 
-def _compiled(folder: Path) -> Path:
-    """The library in the folder, made if it is not there. Raises OSError, TimeoutExpired."""
+def _load(folder: Path) -> ctypes.CDLL:
+    """The library in the folder, compiled if there is none of this version. Raises OSError, TimeoutExpired."""
     files = sorted(_SOURCES.glob("*.[ch]*"))
     version = hashlib.sha256(b"".join([" ".join(_FLAGS).encode(), *(file.read_bytes() for file in files)]))
     path = folder / f"bf16-{version.hexdigest()[:16]}.so"
-    if path.exists():
+    try:
         _check_owner(folder, path)
-        return path
-    compiler = shutil.which("g++")
+        return ctypes.CDLL(str(path))
+    except PermissionError:
+        raise
+    except OSError:  # it is not there, or cannot be loaded: damaged, or made on another system
+        return _compile([file for file in files if file.suffix == ".cpp"], path)
+
+
+def _compile(sources: Sequence[Path], path: Path) -> ctypes.CDLL:
+    """The library of the sources, kept at `path` in place of other versions. Raises OSError, TimeoutExpired."""
+    compiler, folder = shutil.which("g++"), path.parent
     if compiler is None:
         raise FileNotFoundError("there is no g++")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _check_owner(folder)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        sources = [file for file in files if file.suffix == ".cpp"]
         objects = [f"{source.stem}.o" for source in sources]
         # In two steps: linked without -fopenmp it has torch's threads, not some of its own beside them.
         for arguments in (("-fopenmp", "-c", *sources), ("-shared", *objects, "-o", path.name)):
@@ -222,8 +239,15 @@ def _compiled(folder: Path) -> Path:
             done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_COMPILE_S, cwd=scratch)
             if done.returncode:
                 raise OSError(f"{compiler}: {done.stderr.strip()[:300]}")
-        os.replace(Path(scratch, path.name), path)  # whole or not at all: other workers may be doing the same
-    return path
+        built = Path(scratch, path.name)
+        built.chmod(0o700)  # as `_check_owner` wants it, whatever the umask
+        with built.open("rb") as file:
+            os.fsync(file.fileno())  # else a power cut could shorten what is kept, and loading that may crash
+        library = ctypes.CDLL(str(built))  # from there, where no other version takes it away
+        os.replace(built, path)  # whole or not at all: other workers may be doing the same
+    for other in set(folder.glob("*.so")) - {path}:
+        other.unlink(missing_ok=True)  # a process that has loaded it keeps it
+    return library
 
 
 def _check_owner(*paths: Path) -> None:

@@ -3,7 +3,8 @@
 //
 // A block's keys, and then its values, are put into strips, so both products are those of product.h. Blocks begin at
 // multiples of kKeys positions: what a query gives does not depend on the other queries, nor on whether the keys before
-// it were written in this step or in an earlier one.
+// it were written in this step or in an earlier one. (But a later value of its sequence in the step may be taken 0 times,
+// which is NaN for one that is not finite.)
 
 #include <limits>
 #include <vector>
@@ -14,7 +15,6 @@ namespace {
 
 constexpr int64_t kKeys = 128;  // at a time
 constexpr int64_t kRows = 240;  // queries times heads of one KV head, at a time
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 int64_t rounded_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -32,11 +32,11 @@ struct Pages {
   }
 };
 
-// `size` keys -> the strips of a matrix [size rounded up to kPair, D]; 0 past the last.
+// `size` keys -> the strips of a matrix [size rounded up to kPair, D]; past the last it is repeated.
 void keys_as_strips(const bf16* cache, const int64_t* places, int64_t size, int64_t D, bf16* strips) {
   for (int64_t n = 0; n < rounded_up(size, kPair); n += kLanes) {
     const bf16* rows[kLanes];
-    for (int64_t i = 0; i < kLanes; i++) rows[i] = n + i < size ? cache + places[n + i] : nullptr;
+    for (int64_t i = 0; i < kLanes; i++) rows[i] = cache + places[std::min(n + i, size - 1)];
     pack_strip(rows, D, strips + n * D);
   }
 }
@@ -59,7 +59,7 @@ void values_as_strips(const bf16* cache, const int64_t* places, int64_t size, in
 
 // A query's softmax over the keys so far: e^(scale * (score - max)) are summed.
 struct Softmax {
-  float max = -kInfinity, total = 0;
+  float max = std::numeric_limits<float>::lowest(), total = 0;  // below it only -infinity, whose mass is 0
 
   // The masses of the first n of a block's scores, and 0 for the others up to `width`. Returns by what to multiply the
   // sums of the keys before.

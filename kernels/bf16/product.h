@@ -48,14 +48,14 @@ inline void transpose(__m512i (&rows)[kLanes], __m512i (&out)[kLanes]) {
   }
 }
 
-// One strip [K / 2, 16, 2] of 16 rows of K elements; a row that is null is 0.
+// One strip [K / 2, 16, 2] of 16 rows of K elements.
 inline void pack_strip(const bf16* const* rows, int64_t K, bf16* strip) {
   for (int64_t k = 0; k < K; k += kPair) {
     const int64_t pairs = std::min(kLanes, (K - k) / 2);
     const __mmask16 mask = first_lanes(pairs);
     __m512i in[kLanes], out[kLanes];
 #pragma GCC unroll 16
-    for (int n = 0; n < kLanes; n++) in[n] = _mm512_maskz_loadu_epi32(rows[n] ? mask : 0, rows[n] + k);
+    for (int n = 0; n < kLanes; n++) in[n] = _mm512_maskz_loadu_epi32(mask, rows[n] + k);
     transpose(in, out);
     if (pairs == kLanes) {
 #pragma GCC unroll 16

@@ -8,8 +8,8 @@ namespace {
 
 constexpr int64_t kRowBlock = 192;   // rows of x that a second-level cache holds while strips go by
 constexpr int64_t kInnerBlock = 32;  // columns of an expert that a thread takes at a time
-constexpr int64_t kFewTokens = 64;
-constexpr int64_t kDownBlock = 128;  // rows of each expert's down matrix that a thread takes, for few tokens
+constexpr int64_t kFewTokens = 64;   // up to so many, a thread takes kDownBlock columns of y at a time, else kPair
+constexpr int64_t kDownBlock = 128;
 
 // The strip after one, or itself where that is the last.
 const bf16* next_strip(const bf16* strip, int64_t K, bool is_last) { return is_last ? strip : strip + kLanes * K; }
@@ -115,11 +115,10 @@ extern "C" bool experts(const bf16* x, const bf16* gate_up, const bf16* down, co
         if (M == 0 || F == 0) continue;
         const bf16* matrix = down + H * int64_t(offsets[e]);
         for (int64_t h = 0; h < size; h += kPair) {
-          const bool is_last = h + kLanes == size;
           const bf16* strip = matrix + (block + h) * F;
-          products(strip, next_strip(strip, F, is_last), F, &inner_rows[begin], M, [&](int64_t m, const float* sums) {
-            float* total = &totals[routes.order[begin + m] / top_k * down_block + h];
-            for (int64_t n = 0; n < (is_last ? kLanes : kPair); n += kLanes)
+          products(strip, next_strip(strip, F, h + kLanes == size), F, &inner_rows[begin], M, [&](int64_t m, const float* sums) {
+            float* total = &totals[routes.order[begin + m] / top_k * down_block + h];  // there is room for a pair
+            for (int64_t n = 0; n < kPair; n += kLanes)
               _mm512_storeu_ps(total + n, _mm512_add_ps(_mm512_loadu_ps(total + n), _mm512_loadu_ps(sums + n)));
           });
         }

@@ -1,4 +1,5 @@
-// What a step does to each token on its own, apart from products: norms, rotations, the choice of experts. One pass each.
+// What a step does to each token on its own, apart from products: norms, rotations, the choice of experts, SwiGLU. One
+// pass each.
 
 #include <algorithm>
 #include <cmath>
@@ -32,7 +33,8 @@ void rotate(const bf16* head, const float* norm, const float* cosines, int64_t D
       return _mm512_mul_ps(_mm512_mul_ps(load(head + d, mask), scale), _mm512_maskz_loadu_ps(mask, norm + d));
     };
     const __m512 a = normed(i), b = normed(half + i);
-    const __m512 cosine = _mm512_maskz_loadu_ps(mask, cosines + i), sine = _mm512_maskz_loadu_ps(mask, cosines + half + i);
+    const __m512 cosine = _mm512_maskz_loadu_ps(mask, cosines + i);
+    const __m512 sine = _mm512_maskz_loadu_ps(mask, cosines + half + i);
     store(out + i, _mm512_fmsub_ps(a, cosine, _mm512_mul_ps(b, sine)), mask);
     store(out + half + i, _mm512_fmadd_ps(b, cosine, _mm512_mul_ps(a, sine)), mask);
   }
@@ -114,6 +116,18 @@ extern "C" void route(const bf16* logits, float* weights, int32_t* expert_ids, i
         weights[t * K + k] = row[order[k]] / total;
         expert_ids[t * K + k] = order[k];
       }
+    }
+  }
+}
+
+// x [T, 2 * F], gates first -> y [T, F].
+extern "C" void swiglu(const bf16* x, bf16* y, int64_t T, int64_t F) {
+#pragma omp parallel for if (T > kFewTokens)
+  for (int64_t t = 0; t < T; t++) {
+    const bf16* gates = x + t * 2 * F;
+    for (int64_t f = 0; f < F; f += kLanes) {
+      const __mmask16 mask = first_lanes(F - f);
+      store(y + t * F + f, swiglu(load(gates + f, mask), load(gates + F + f, mask)), mask);
     }
   }
 }
