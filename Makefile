@@ -21,7 +21,9 @@ TEST := OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/pytest
 setup: $(SETUP)
 
 $(SETUP): $(REQUIREMENTS) pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make setup: .venv has \
+	$$($(BIN)/python -V), Lockstep needs 3.11 or newer: rm -rf .venv, then make setup PYTHON=python3.11" >&2; exit 1; }
 	$(BIN)/pip install --quiet "$$(grep '^torch==' requirements.txt)"
 	$(BIN)/pip install --quiet --no-deps $(REQUIREMENTS:%=-r %)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .

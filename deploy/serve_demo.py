@@ -24,6 +24,7 @@ from typing import Any, Final
 MODEL: Final = Path(__file__).parent / "models" / "tiny-moe"
 COMMANDS: Final = Path(sys.executable).parent  # where setup put `proxy` and `replica`
 REPLICA_OPTIONS: Final = ("--num-threads", "1", "--kv-cache-gb", "0.25")  # room for two on a laptop
+DRAIN_OPTIONS: Final = ("--drain-timeout-s", "5")  # a demo is over when its user says so
 READY: Final = re.compile(r"\bready\b.*\burl=(\S+)")
 QUESTION: Final = "What is 57 + 68?"
 
@@ -131,12 +132,13 @@ async def demo(config: DemoConfig) -> None:
             tasks.create_task(run)
 
         start(raise_on_signal())
-        proxy = Command("proxy", "proxy", "serve", "--port", str(config.port))
+        proxy = Command("proxy", "proxy", "serve", "--port", str(config.port), *DRAIN_OPTIONS)
         start(proxy.run(stop_timeout_s=config.stop_timeout_s))
         try:
             async with asyncio.timeout(config.ready_timeout_s):
                 url = await proxy.url
-                serve = ("replica", "serve", str(MODEL), "--port", "0", "--proxy-url", url, *REPLICA_OPTIONS)
+                options = ("--port", "0", "--proxy-url", url, *REPLICA_OPTIONS, *DRAIN_OPTIONS)
+                serve = ("replica", "serve", str(MODEL), *options)
                 replicas = [Command(f"replica-{i}", *serve) for i in range(config.num_replicas)]
                 for replica in replicas:
                     start(replica.run(stop_timeout_s=config.stop_timeout_s))

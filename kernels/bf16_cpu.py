@@ -4,7 +4,7 @@ All that a step does to its tokens is there but for sampling. A token's result i
 is in the step, and whether its prompt was computed at once, in parts, or anew after a preemption. Not so in a model
 with weights that do not fill strips of 16 rows: oneDNN multiplies those.
 
-The code is compiled when the first weight is packed, in some three seconds, and kept in the user's cache folder. It
+The code is compiled when the first weight is packed, in three to ten seconds, and kept in the user's cache folder. It
 only makes things faster: where there is no compiler, or the CPU lacks these instructions, torch and oneDNN do the same.
 """
 
@@ -46,7 +46,10 @@ def library() -> ctypes.CDLL | None:
     try:
         loaded = _load(Path.home() / _CACHE_FOLDER)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as err:  # RuntimeError: the user has no home
-        logger.warning("bfloat16 models take twice the time: kernels/bf16 cannot be compiled and loaded error=%s", err)
+        logger.warning(
+            "bfloat16 models take twice the time, as kernels/bf16 is not compiled; it needs g++ and ~/%s error=%s",
+            *(_CACHE_FOLDER, err),
+        )
         return None
     pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     loaded.pack.argtypes = (*[pointer] * 2, *[size] * 2)
@@ -231,6 +234,7 @@ def _compile(sources: Sequence[Path], path: Path) -> ctypes.CDLL:
         raise FileNotFoundError("there is no g++")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _check_owner(folder)
+    logger.info("kernels/bf16 is compiled, once, in some ten seconds folder=%s", folder)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         objects = [f"{source.stem}.o" for source in sources]
         # In two steps: linked without -fopenmp it has torch's threads, not some of its own beside them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import enum
 import importlib.util
 import logging
 import os
@@ -77,11 +78,28 @@ def _add_option(command: argparse.ArgumentParser, setting: Field[Any]) -> None:
     else:
         command.add_argument(
             flag(name),
-            type=type(setting.default),
+            type=_kind(setting.default),
             default=setting.default,
             metavar=_metavar(name),
             help=_help(setting),
         )
+
+
+def _kind(default: Any) -> Callable[[str], Any]:
+    """What makes an option's value of its text."""
+    kind = type(default)
+    if not issubclass(kind, enum.Enum):
+        return kind
+
+    def one_of(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError as err:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is none of {', '.join(choice.value for choice in kind)}"
+            ) from err
+
+    return one_of
 
 
 def _help(setting: Field[Any]) -> str:

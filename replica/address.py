@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from typing import Final
 from urllib.parse import urlsplit
@@ -39,9 +40,17 @@ def advertised_url(config: ReplicaConfig, port: int) -> str:
     """What proxies are told: --advertise-url, or where the replica listens, at `port`.
 
     A wildcard host is no address to dial; in its place stands the one from which this machine reaches the first proxy.
+    Raises ConfigError where a proxy could not dial it.
     """
     if config.advertise_url:
         return config.advertise_url.rstrip("/")
+    if is_loopback(config.host):
+        for url in config.proxy_urls:
+            if is_elsewhere(urlsplit(url).hostname or ""):
+                raise ConfigError(
+                    f"--host is {config.host}, which the proxy at {url} cannot reach: give the address at which it can "
+                    "(--host), or this replica's URL (--advertise-url)"
+                )
     if config.host not in WILDCARDS:
         return http_url(config.host, port)
     proxy = urlsplit(config.proxy_urls[0]).hostname if config.proxy_urls else None
@@ -56,6 +65,24 @@ def host_and_port(url: str) -> str:
     parts = urlsplit(url)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_elsewhere(peer: str) -> bool:
+    """Whether the host is certainly another machine: this one reaches it from an address that is not its own."""
+    if is_loopback(peer):
+        return False
+    try:
+        return own_address(peer) not in {str(found[4][0]) for found in socket.getaddrinfo(peer, None)}
+    except (ConfigError, OSError):  # no route yet, or no name
+        return False
 
 
 def own_address(peer: str) -> str:

@@ -190,7 +190,11 @@ class Engine:
 
     async def _drain(self) -> None:
         """Takes no new requests and waits for the running ones, until the time is up or a second request."""
-        logger.info("replica drains running=%d timeout_s=%g", self.loop.num_unfinished, self.config.drain_timeout_s)
+        logger.info(
+            "replica drains, a second signal stops at once running=%d timeout_s=%g",
+            self.loop.num_unfinished,
+            self.config.drain_timeout_s,
+        )
         self.lifecycle.state, self.lifecycle.reason = EngineState.DRAINING, "the replica is stopping"
         self.registration.leaving(self.lifecycle.reason)
         unsubscribe = self.loop.subscribe(self.stop.changed.set)

@@ -15,7 +15,14 @@ import time
 from collections.abc import Callable
 from typing import Final, NoReturn, Protocol
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWebSocketResponse, WSMsgType
+from aiohttp import (
+    ClientError,
+    ClientSession,
+    ClientTimeout,
+    ClientWebSocketResponse,
+    WSMsgType,
+    WSServerHandshakeError,
+)
 
 from proxy.protocol import (
     CONTROL_PATH,
@@ -43,6 +50,11 @@ ANSWER_TIMEOUT_S: Final = 3.0  # to connect, to welcome, to take a frame
 HEARTBEAT_S: Final = 5.0  # a WebSocket ping so often; no pong within half of it ends the connection
 CLOSE_TIMEOUT_S: Final = 1.0  # for the proxy to answer a goodbye
 SHORTEST_REPORT_S: Final = 0.05  # changes within it are one report
+
+_HANDSHAKES: Final = {  # why a proxy does not take the connection, by its answer's status
+    401: "401, it has a proxy token: set LOCKSTEP_PROXY_TOKEN to the same here",
+    404: "404, no Lockstep proxy answers there",
+}
 
 
 class LoadSource(Protocol):
@@ -81,7 +93,8 @@ class Registration:
             except ProxyLost as err:
                 if str(err) != last_reason:  # the same again, ten times a second, tells nobody anything
                     last_reason = str(err)
-                    logger.warning("proxy lost url=%s reason=%s", proxy_url, last_reason)
+                    event = "lost" if link.was_welcome else "not joined, trying on"
+                    logger.warning("proxy %s url=%s reason=%s", event, proxy_url, last_reason)
             finally:
                 self._links.remove(link)
             if link.was_welcome:
@@ -127,6 +140,8 @@ class _Link:
                     await socket.close()
         except TimeoutError as err:
             raise ProxyLost(f"no answer within {ANSWER_TIMEOUT_S:g} s") from err
+        except WSServerHandshakeError as err:
+            raise ProxyLost(_HANDSHAKES.get(err.status, f"it answered {err.status}")) from err
         except (ClientError, ConnectionError, ProtocolError, ValueError) as err:  # ValueError: a URL that is none
             raise ProxyLost(str(err) or type(err).__name__) from err
 

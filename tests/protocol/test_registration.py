@@ -12,6 +12,7 @@ from typing import Final
 
 import pytest
 from aiohttp import WSMsgType, web
+from aiohttp.test_utils import TestServer
 
 from proxy.protocol import CONTROL_PATH, Hello, Leaving, LoadReport, Message, Refused, Welcome, decode, encode
 from replica import registration
@@ -229,7 +230,9 @@ async def test_refusal_is_logged_once_and_tried_again(proxy: FakeProxy, caplog: 
             await proxy.until(lambda: len(proxy.messages) >= 3)
             proxy.answer = Welcome(proxy_id="p0", report_interval_s=0.3)
             await proxy.until(lambda: bool(proxy.reports))
-    assert [record.getMessage() for record in caplog.records] == [f"proxy lost url={proxy.url} reason=refused: no room"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"proxy not joined, trying on url={proxy.url} reason=refused: no room"
+    ]
 
 
 @pytest.mark.parametrize("answer", [b"garbage", Leaving(reason="?"), None], ids=["garbage", "wrong", "silence"])
@@ -277,6 +280,17 @@ async def test_cancelled_registration_closes_its_connection(proxy: FakeProxy) ->
     await proxy.until(lambda: proxy.num_closed == 1, timeout_s=2.0)
 
 
+async def test_a_proxy_that_wants_a_token_is_answered_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=401)
+
+    app = web.Application()
+    app.router.add_get(CONTROL_PATH, refuse)
+    async with TestServer(app) as server, registered(str(server.make_url(""))):
+        await asyncio.sleep(0.3)
+    assert "LOCKSTEP_PROXY_TOKEN" in caplog.text
+
+
 @pytest.mark.parametrize("num_turns", range(12))
 async def test_cancellation_in_the_moment_in_which_the_proxy_goes_is_not_lost(proxy: FakeProxy, num_turns: int) -> None:
     async with asyncio.timeout(5), registered(proxy.url):
@@ -290,4 +304,6 @@ async def test_cancellation_in_the_moment_in_which_the_proxy_goes_is_not_lost(pr
 async def test_an_address_that_is_none_is_a_failed_attempt(url: str, caplog: pytest.LogCaptureFixture) -> None:
     async with registered(url):  # which fails the test if the registration ends
         await asyncio.sleep(0.3)
-    assert len(caplog.records) == 1 and caplog.records[0].getMessage().startswith(f"proxy lost url={url} reason=")
+    assert len(caplog.records) == 1 and caplog.records[0].getMessage().startswith(
+        f"proxy not joined, trying on url={url} reason="
+    )

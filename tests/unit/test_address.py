@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from replica import address
 from replica.address import advertised_url, host_and_port, http_url, listen
 from replica.api.served_model import ServedModel
 from replica.config import ReplicaConfig
@@ -66,6 +67,18 @@ def test_a_plain_host_is_told_with_the_real_port() -> None:
 def test_a_wildcard_becomes_the_address_that_faces_the_proxy(host: str) -> None:
     config = make_config(host=host, proxy_urls=("http://127.0.0.1:8000",))
     assert advertised_url(config, 8001) == "http://127.0.0.1:8001"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_a_proxy_elsewhere_cannot_be_told_of_this_machines_loopback(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "own_address", lambda peer: "10.0.0.7")
+    proxies = ("http://127.0.0.1:8000", "http://10.0.0.7:8000", "http://no-such-host.invalid:8000")
+    assert advertised_url(make_config(host=host, proxy_urls=proxies), 8001) == http_url(host, 8001)
+    config = make_config(host=host, proxy_urls=(*proxies, "http://10.0.0.1:8000"))
+    with pytest.raises(ConfigError, match=f"--host is {host}, which the proxy at http://10.0.0.1:8000 cannot reach"):
+        advertised_url(config, 8001)
+    given = make_config(host=host, proxy_urls=config.proxy_urls, advertise_url="http://10.0.0.7:9000")
+    assert advertised_url(given, 8001) == "http://10.0.0.7:9000"
 
 
 def test_an_unknown_proxy_is_answered_with_the_remedy() -> None:

@@ -130,6 +130,11 @@ def test_nonsense_on_the_command_line_ends_it_with_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_policy_that_is_none_is_answered_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--routing", "fastest"]) == 2
+    assert "'fastest' is none of least-load, round-robin" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("options", "warns"), [(["--proxy-token", "t"], False), ([], True)])
 def test_an_api_key_without_a_proxy_token_is_warned_of(
     options: list[str], warns: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
