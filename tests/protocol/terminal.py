@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import pty
+import signal
 import termios
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -46,6 +47,12 @@ class Terminal:
             return await self.process.wait()
 
 
+def _take_terminal() -> None:
+    """Ctrl-C comes from the terminal that controls a process, unless whoever runs the tests has it ignored."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @asynccontextmanager
 async def terminal(*argv: str, **environment: str) -> AsyncIterator[Terminal]:
     """Runs a command in a terminal of its own."""
@@ -57,7 +64,7 @@ async def terminal(*argv: str, **environment: str) -> AsyncIterator[Terminal]:
         stderr=line,
         env={**os.environ, "TERM": "dumb", **environment},
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C comes from the terminal that controls it
+        preexec_fn=_take_terminal,
     )
     os.close(line)
     try:
