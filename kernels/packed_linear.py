@@ -56,7 +56,7 @@ def embedding(weight: Tensor, row_ids: Tensor) -> Tensor:
     """weight [V, H] as `pack_embedding` gave it, or plain; row_ids [T] -> [T, H]."""
     if bf16_cpu.is_packed(weight):
         return bf16_cpu.rows(weight, row_ids)
-    return torch.nn.functional.embedding(row_ids, weight)
+    return embedding_plain(weight, row_ids)
 
 
 def embedding_plain(weight: Tensor, row_ids: Tensor) -> Tensor:

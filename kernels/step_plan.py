@@ -63,7 +63,7 @@ class StepPlan:
     """A step, and what its device works out of it. Triton's kernels take the tables."""
 
     tables: StepTables
-    cpu: CpuPlan | None = None
+    cpu: CpuPlan | None = None  # None too where code of our own takes the tables (bf16_cpu.py)
 
 
 def plan_step(k_cache: Tensor, tables: StepTables) -> StepPlan:
